@@ -1,0 +1,1 @@
+"""Measures, plots and reports of finished and running experiments."""

@@ -1,0 +1,1 @@
+"""Text sources, tokenizers, token files and batches."""

@@ -1,0 +1,1 @@
+"""Attention as a function: what it means, and how it runs fast."""

@@ -1,0 +1,1 @@
+"""The decoder: configuration, positions, attention, blocks, cache, generation, checkpoints."""

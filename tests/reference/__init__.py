@@ -1,0 +1,1 @@
+"""Slow, obviously right versions, used as oracles by the tests."""

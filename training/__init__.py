@@ -1,0 +1,1 @@
+"""The parts that the training story in train.py names."""

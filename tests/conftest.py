@@ -1,0 +1,38 @@
+"""Shared settings and fixtures of the test suite."""
+
+from __future__ import annotations
+
+import os
+
+# Set before any library reads them: no hub, no tracker account, no colours in captured output.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["WANDB_MODE"] = "offline"
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-share",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also run every N-th test marked slow (in name order); -m slow runs them all",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out unless they are asked for by `-m slow` or `--slow-share`."""
+    if "slow" in config.getoption("-m"):
+        return
+    slow = sorted((item for item in items if item.get_closest_marker("slow")), key=_name)
+    share = config.getoption("--slow-share")
+    left_out = {_name(item) for i, item in enumerate(slow) if not share or i % share}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if _name(item) in left_out])
+        items[:] = [item for item in items if _name(item) not in left_out]
+
+
+def _name(item: pytest.Item) -> str:
+    return item.nodeid

@@ -1,0 +1,120 @@
+"""The attention contract: the two functions the rest of the project calls.
+
+`kernels/spec.py` says what a call means, `kernels/eager.py` is the definition, and the other
+backends compute the same values faster or in less memory.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels import eager
+from kernels.spec import (
+    NO_STATS,
+    PRECISIONS,
+    AttentionOutput,
+    AttentionSpec,
+    Stats,
+    check_query_and_key,
+    check_spec,
+    check_value,
+)
+
+__all__ = [
+    "BACKENDS",
+    "AttentionOutput",
+    "AttentionSpec",
+    "Stats",
+    "attention",
+    "column_mass",
+    "pick_backend",
+]
+
+BACKENDS = ("auto", "eager", "sdpa", "triton")
+
+
+def pick_backend(device: torch.device) -> str:
+    """Which backend "auto" stands for on this device."""
+    return "eager"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    kv_lengths: Tensor | None = None,
+    stats: Stats | None = None,
+    precision: str = "tf32x3",
+    backend: str = "auto",
+) -> AttentionOutput:
+    """Weigh the values by the softmax of query-key products, and measure the weights.
+
+    Args:
+        q: (B, H, T, D). Any strides with a unit stride in the last dimension, here and below.
+        k: (B, Hkv, S, D); query head h reads key/value head h // (H // Hkv).
+        v: (B, Hkv, S, Dv).
+        spec: who sees whom and how logits are made.
+        kv_lengths: (B,) integers of at most S on the device of q: keys at or past it are
+            invisible, and query row t sits at position kv_lengths[b] - T + t. None means S.
+        stats: which statistics to return beside the output.
+        precision: how the Triton backend multiplies float32: "tf32x3" or "ieee".
+        backend: one of BACKENDS. "auto" picks by device; any other is used or raises.
+
+    Returns:
+        The output in the type of q, computed in float32 or better, and the chosen statistics.
+
+    Raises:
+        ValueError: shapes, types, strides or names do not fit; one line that names the value.
+    """
+    check_query_and_key(q, k)
+    check_value(q, k, v)
+    check_spec(q, k, spec, kv_lengths)
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}; choose from {', '.join(PRECISIONS)}")
+    _resolve(backend, q.device)
+    return eager.attention(q, k, v, spec, kv_lengths, stats or NO_STATS)
+
+
+def column_mass(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    *,
+    kv_lengths: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Weight that each key receives, summed over the queries: (B, H, S), without gradient.
+
+    Args:
+        q: (B, H, T, D).
+        k: (B, Hkv, S, D).
+        lse: (B, H, T), the statistic of that name from the same call.
+        spec: as for `attention`.
+        kv_lengths: as for `attention`.
+        backend: as for `attention`.
+
+    Raises:
+        ValueError: shapes, types, strides or names do not fit; one line that names the value.
+    """
+    check_query_and_key(q, k)
+    check_spec(q, k, spec, kv_lengths)
+    if lse.shape != q.shape[:3]:
+        raise ValueError(f"lse has shape {tuple(lse.shape)}; it must be {tuple(q.shape[:3])}")
+    _resolve(backend, q.device)
+    with torch.no_grad():
+        return eager.column_mass(q, k, lse, spec, kv_lengths)
+
+
+def _resolve(backend: str, device: torch.device) -> str:
+    """Turn "auto" into the name of a backend, and refuse what cannot run."""
+    if backend == "auto":
+        return pick_backend(device)
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"unknown attention backend {backend!r}; choose from {', '.join(BACKENDS)}"
+        )
+    if backend in ("sdpa", "triton"):
+        raise ValueError(f"attention backend {backend!r} is not available yet; use 'eager'")
+    return backend

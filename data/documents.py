@@ -1,9 +1,12 @@
-"""What every text source gives: documents, and how they are divided into training and validation."""
+"""What every text source gives: documents, divided into training and validation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
 
 Log = Callable[[str], None]
 
@@ -16,17 +19,26 @@ class Document:
     name: str
 
 
+class Documents(Protocol):
+    """Documents in a fixed order, to be walked any number of times: a list, or rows on disk."""
+
+    def __len__(self) -> int:
+        """How many documents there are."""
+
+    def __iter__(self) -> Iterator[Document]:
+        """The documents, one after another."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Splits:
     """The documents of a source, divided once and for good.
 
-    `train` and `val` can be walked any number of times. `fingerprint` maps the name of each thing
-    that was read to its sha256, so that prepared data can tell when its source has changed.
-    `split_rule` says in words how the division was made.
+    `fingerprint` maps the name of each thing that was read to its sha256, and `split_rule` says in
+    words how the division was made: while both stay the same, so do the documents.
     """
 
-    train: Sequence[Document]
-    val: Sequence[Document]
+    train: Documents
+    val: Documents
     fingerprint: dict[str, str]
     description: str
     split_rule: str
@@ -42,16 +54,12 @@ def split_text(document: Document, val_fraction: float) -> tuple[Document, Docum
     )
 
 
-def first_val_document(lengths: Sequence[int], val_fraction: float) -> int:
+def first_val_document(lengths: Sequence[int] | np.ndarray, val_fraction: float) -> int:
     """Where validation starts when whole documents are taken from the end.
 
     Returns the index whose tail holds the share of characters nearest to `val_fraction`, with at
     least one document on each side. `lengths` are in characters, two documents or more.
     """
-    wanted = val_fraction * sum(lengths)
-    best, best_distance, tail = len(lengths) - 1, float("inf"), 0
-    for start in range(len(lengths) - 1, 0, -1):
-        tail += lengths[start]
-        if abs(tail - wanted) < best_distance:
-            best, best_distance = start, abs(tail - wanted)
-    return best
+    tails = np.cumsum(lengths[::-1], dtype=np.int64)  # characters of the last 1, 2, ... documents
+    distance = np.abs(tails[:-1] - val_fraction * tails[-1])
+    return len(lengths) - 1 - int(np.argmin(distance))

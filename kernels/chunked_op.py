@@ -1,0 +1,187 @@
+"""Chunked attention as one operation of PyTorch, with its own backward.
+
+As an operation it is a single node to `torch.compile`, whatever Python it runs inside. Its
+backward is an operation too, without a backward of its own, so double backward raises.
+
+The arguments of an operation are tensors and plain values, so a spec travels in parts: first its
+tensors, then its numbers. Results are always tensors: an empty one stands for each absent one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import chunked
+from kernels.spec import AttentionOutput, AttentionSpec, Stats, softmax_dtype
+
+DIFFERENTIABLE = ("out", "lse", "entropy")
+
+
+def chunked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    kv_lengths: Tensor | None,
+    stats: Stats,
+) -> AttentionOutput:
+    """Attention and its statistics; gradients flow through out, lse and entropy only."""
+    results = _forward(
+        q,
+        k,
+        v,
+        kv_lengths,
+        spec.documents,
+        spec.alibi_slopes,
+        spec.sink_logit,
+        spec.causal,
+        spec.window,
+        spec.sinks,
+        spec.prefix,
+        spec.softcap,
+        spec.scale,
+        " ".join(stats.row_names),
+        list(stats.sink_mass),
+    )
+    wanted = ["out", *stats.row_names, *(["sink_mass"] if stats.sink_mass else [])]
+    named = zip(AttentionOutput._fields, results, strict=True)
+    chosen = {name: result for name, result in named if name in wanted}
+    return AttentionOutput(
+        **{name: x if name in DIFFERENTIABLE else x.detach() for name, x in chosen.items()}
+    )
+
+
+@torch.library.custom_op("glassgpt::chunked_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_lengths: Tensor | None,
+    documents: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink_logit: Tensor | None,
+    causal: bool,
+    window: int | None,
+    sinks: int,
+    prefix: int,
+    softcap: float | None,
+    scale: float | None,
+    names: str,
+    sink_mass: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    numbers = (causal, window, sinks, prefix, softcap, scale)
+    spec = _spec(documents, alibi_slopes, sink_logit, numbers)
+    stats = Stats.of(names.split(), tuple(sink_mass))
+    with torch.autocast(q.device.type, enabled=False):
+        output = chunked.forward(q, k, v, spec, kv_lengths, stats)
+    return tuple(_or_empty(x, q) for x in output)  # type: ignore[return-value]
+
+
+@torch.library.custom_op("glassgpt::chunked_attention_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_lengths: Tensor | None,
+    documents: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink_logit: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    d_entropy: Tensor | None,
+    causal: bool,
+    window: int | None,
+    sinks: int,
+    prefix: int,
+    softcap: float | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    numbers = (causal, window, sinks, prefix, softcap, scale)
+    spec = _spec(documents, alibi_slopes, sink_logit, numbers)
+    saved = AttentionOutput(out=out, lse=lse, entropy=entropy)
+    upstream = chunked.Upstream(d_out, d_lse, d_entropy)
+    with torch.autocast(q.device.type, enabled=False):
+        gradients = chunked.backward(q, k, v, spec, kv_lengths, saved, upstream)
+    return tuple(_or_empty(x, q) for x in gradients)  # type: ignore[return-value]
+
+
+Numbers = tuple[bool, int | None, int, int, float | None, float | None]
+
+
+def _spec(
+    documents: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink_logit: Tensor | None,
+    numbers: Numbers,
+) -> AttentionSpec:
+    causal, window, sinks, prefix, softcap, scale = numbers
+    return AttentionSpec(
+        causal=causal,
+        window=window,
+        sinks=sinks,
+        prefix=prefix,
+        documents=documents,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        scale=scale,
+        sink_logit=sink_logit,
+    )
+
+
+def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+@_forward.register_fake
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    """Shapes, types and strides of the results, for the compiler."""
+    names, sink_mass = others[-2:]
+    batch, heads, n_rows, _ = q.shape
+    row = q.new_empty(batch, heads, n_rows, dtype=softmax_dtype(q.dtype))
+    shapes = {name: torch.empty_like(row) for name in ("lse", *names.split())}
+    shapes["out"] = q.new_empty(batch, n_rows, heads, v.shape[3]).transpose(1, 2)
+    if sink_mass:
+        shapes["sink_mass"] = row.new_empty(batch, heads, n_rows, len(sink_mass))
+    return tuple(_or_empty(shapes.get(name), q) for name in AttentionOutput._fields)
+
+
+@_backward.register_fake
+def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    _, _, alibi_slopes, sink_logit, *_ = others
+    batch, heads, n_rows, head_size = q.shape
+    d_q = q.new_empty(batch, n_rows, heads, head_size).transpose(1, 2)
+    per_head = (
+        q.new_empty(0) if x is None else torch.empty_like(x) for x in (alibi_slopes, sink_logit)
+    )
+    return d_q, k.new_empty(k.shape), v.new_empty(v.shape), *per_head
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, numbers, (out, lse, entropy) = inputs[:7], inputs[7:13], output[:3]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, out, lse, entropy)
+    ctx.numbers = numbers
+
+
+def _gradients(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    d_q, d_k, d_v, d_slopes, d_sink_logit = _backward(
+        *ctx.saved_tensors, *upstream[:3], *ctx.numbers
+    )
+    _, _, _, _, _, alibi_slopes, sink_logit, *_ = ctx.saved_tensors
+    return (
+        d_q,
+        d_k,
+        d_v,
+        None,
+        None,
+        None if alibi_slopes is None else d_slopes,
+        None if sink_logit is None else d_sink_logit,
+        *(None for _ in range(8)),
+    )
+
+
+_forward.register_autograd(_gradients, setup_context=_save_for_backward)

@@ -1,0 +1,62 @@
+"""The `sdpa` backend: PyTorch's own fused attention where it fits, exact chunks for the rest.
+
+The stock operation takes plain causal and bidirectional calls without statistics; windows,
+documents, prefixes, biases, sink logits, unequal lengths and statistics go to the chunks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import chunked
+from kernels.chunked_op import chunked_attention
+from kernels.spec import AttentionOutput, AttentionSpec, Stats
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    kv_lengths: Tensor | None,
+    stats: Stats | None,
+) -> AttentionOutput:
+    """Compute attention and its statistics in linear memory; see `kernels.attention`."""
+    if kv_lengths is None and stats is None and _is_plain(spec, q.shape[2], k.shape[2]):
+        if spec.window is not None:  # a single query: cut off what lies before its window
+            k, v = k[:, :, -spec.window :], v[:, :, -spec.window :]
+        if q.shape[3] == v.shape[3]:  # else the stock operation makes the whole matrix
+            return AttentionOutput(_stock(q, k, v, spec))
+    return chunked_attention(q, k, v, spec, kv_lengths, stats or Stats())
+
+
+def column_mass(
+    q: Tensor, k: Tensor, lse: Tensor, spec: AttentionSpec, kv_lengths: Tensor | None
+) -> Tensor:
+    """Sum the weights of each key over all queries: (B, H, S); see `kernels.attention`."""
+    return chunked.column_mass(q, k, lse, spec, kv_lengths)
+
+
+def _is_plain(spec: AttentionSpec, n_rows: int, n_keys: int) -> bool:
+    """Whether the mask is the stock causal one, or none once keys before a window are cut off."""
+    if not spec.plain_logits or spec.documents is not None:
+        return False
+    if not spec.causal:
+        return True
+    if n_rows == 1:
+        return spec.window is None or not (spec.sinks or spec.prefix)
+    return n_rows == n_keys and not spec.prefix and (spec.window is None or spec.window >= n_keys)
+
+
+def _stock(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda and q.dtype not in HALF:
+        # CUDA's fused kernels for wider types know no groups; asked to, they make the matrix.
+        group = q.shape[1] // k.shape[1]
+        k, v, grouped = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
+    causal = spec.causal and q.shape[2] > 1  # a single query at the last key sees all keys
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=spec.scale, enable_gqa=grouped
+    )

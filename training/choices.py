@@ -13,9 +13,13 @@ def check_choice(knob: str, value: str, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value in choices:
         return
-    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
-    hint = f" (did you mean '{close[0]}'?)" if close else ""
-    raise ValueError(f"{knob}={value} is not one of {', '.join(choices)}{hint}")
+    raise ValueError(f"{knob}={value} is not one of {', '.join(choices)}{nearest(value, choices)}")
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return " (did you mean 'x'?)" for the choice spelled most like `name`, or nothing."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def check_range(

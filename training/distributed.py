@@ -6,6 +6,7 @@ travel over gloo from CPU memory, so asking for them never waits for a GPU; grad
 nccl on CUDA. Every rank must make the same calls in the same order.
 """
 
+import inspect
 import os
 import signal
 import threading
@@ -17,12 +18,23 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 
 # How long a rank waits for the others. One rank may be preparing a large data set meanwhile.
 _TIMEOUT = timedelta(hours=2)
-_STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")  # SIGUSR1 does not exist on every platform
+_STOP_SIGNALS = tuple(
+    signal.Signals[name]
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1")
+    if hasattr(signal, name)  # SIGUSR1 does not exist on every platform
+)
+# PyTorch 2.13 renamed the option that sends buffers again before every forward pass.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 class Ranks:
@@ -154,12 +166,10 @@ class Ranks:
         """
         if self.world == 1:
             return model
-        return nn.parallel.DistributedDataParallel(
-            model,
-            device_ids=[device] if device.type == "cuda" else None,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-        )
+        options: dict[str, Any] = {_SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
+        if device.type == "cuda":
+            options["device_ids"] = [device]
+        return DistributedDataParallel(model, **options)
 
     def loss_scale(self, counted_tokens: int) -> float:
         """Return the factor for a *summed* loss that makes the step's gradient a mean over tokens.
@@ -179,7 +189,7 @@ def sync_gradients(model: nn.Module, last: bool) -> AbstractContextManager[None]
     Ranks exchange gradients on the `last` micro-step of a step only. The forward pass already
     decides whether its backward will, so wrapping the backward alone loses the earlier micro-steps.
     """
-    if last or not isinstance(model, nn.parallel.DistributedDataParallel):
+    if last or not isinstance(model, DistributedDataParallel):
         return nullcontext()
     return model.no_sync()
 
@@ -198,10 +208,8 @@ class StopFlag:
     def __enter__(self) -> "StopFlag":
         # Python allows handlers in the main thread only; elsewhere the flag is simply never set.
         if threading.current_thread() is threading.main_thread():
-            for name in _STOP_SIGNALS:
-                if hasattr(signal, name):
-                    number = getattr(signal, name)
-                    self._previous[number] = signal.signal(number, self._receive)
+            for number in _STOP_SIGNALS:
+                self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(
@@ -219,8 +227,9 @@ class StopFlag:
 
         Call it on every rank at every step edge: all leave the loop after the same step.
         """
-        names = ranks.gather_objects(self._received.name if self._received else None)
-        return next((name for name in names if name is not None), None)
+        received = self._received
+        counts = ranks.all_reduce_sum([received is number for number in _STOP_SIGNALS])
+        return next((n.name for n, count in zip(_STOP_SIGNALS, counts, strict=True) if count), None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._received == signal.SIGINT:

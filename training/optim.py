@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from training.choices import check_choice, check_range
+from training.muon import BatchedMuon
 from training.schedule import ScheduleConfig
 
 KINDS = ("adamw", "muon", "sgd")
@@ -27,7 +28,7 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 # What each optimizer remembers about a parameter; SGD only does so with momentum.
 _STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
-    torch.optim.Muon: ("momentum_buffer",),
+    BatchedMuon: ("momentum_buffer",),
     torch.optim.SGD: ("momentum_buffer",),
 }
 
@@ -285,13 +286,7 @@ def _build_sgd(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim
 
 
 def _build_muon(parameters: Iterable[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
-    """Muon, Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/).
-
-    `muon_lr_scaling` is how the step grows with a matrix of A rows and B columns: "original" by
-    sqrt(max(1, A / B)), "match_rms_adamw" by 0.2 sqrt(max(A, B)), with which AdamW's learning rate
-    and decay can be kept (Liu et al. 2025, arXiv 2502.16982, section 2.2).
-    """
-    return torch.optim.Muon(
+    return BatchedMuon(
         [{"params": list(parameters), "peak_lr": config.muon_lr}],
         lr=config.muon_lr,
         weight_decay=config.muon_weight_decay,

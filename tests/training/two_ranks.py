@@ -1,0 +1,131 @@
+"""What each of two torchrun processes does for test_distributed.py; results go to a JSON file.
+
+Usage: torchrun --nproc-per-node 2 two_ranks.py FOLDER
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from training.distributed import Ranks, StopFlag, sync_gradients
+
+IGNORE = -100
+CPU = torch.device("cpu")
+
+
+class TinyModel(nn.Module):
+    """Predicts each target from its token alone; the loss is summed over counted targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.lm_head = nn.Linear(6, 11)
+        self.register_buffer("table", torch.ones(6))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.lm_head(self.embed(tokens) * self.table)
+        return cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+
+
+def global_batch() -> tuple[Tensor, Tensor]:
+    """Return 8 sequences whose numbers of counted targets differ a lot; one counts none."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 11, (8, 7), generator=generator)
+    targets = torch.randint(0, 11, (8, 7), generator=generator)
+    for row, counted in enumerate((7, 1, 5, 0, 2, 2, 1, 3)):
+        targets[row, counted:] = IGNORE
+    return tokens, targets
+
+
+def step_gradients(
+    model: nn.Module, ranks: Ranks, tokens: Tensor, targets: Tensor, micro_batch: int
+) -> None:
+    """Accumulate the gradients of one step over this rank's share of the sequences."""
+    scale = ranks.loss_scale(int((targets != IGNORE).sum()))
+    starts = range(0, len(tokens), micro_batch)
+    for start in starts:
+        part = slice(start, start + micro_batch)
+        with sync_gradients(model, last=start == starts[-1]):
+            (model(tokens[part], targets[part]) * scale).backward()
+
+
+def gradients(model: nn.Module) -> list[list[float]]:
+    return [p.grad.flatten().tolist() for p in model.parameters()]
+
+
+def compare_gradients(ranks: Ranks) -> dict[str, Any]:
+    """Return gradients of 1 rank x 8 sequences and of 2 ranks x 2 micro-steps x 2 sequences."""
+    tokens, targets = global_batch()
+    torch.manual_seed(ranks.rank)  # different weights, until wrap sends rank 0's
+    model = TinyModel()
+    wrapped = ranks.wrap(model, CPU)
+    mine = slice(ranks.rank * 4, ranks.rank * 4 + 4)
+    step_gradients(wrapped, ranks, tokens[mine], targets[mine], micro_batch=2)
+    shared = gradients(model)
+    model.zero_grad()
+    step_gradients(model, Ranks(), tokens, targets, micro_batch=8)
+    alone = gradients(model)
+    model.zero_grad()
+    nothing = torch.full_like(targets[mine], IGNORE)
+    step_gradients(wrapped, ranks, tokens[mine], nothing, micro_batch=2)
+    return {"shared": shared, "alone": alone, "nothing_counted": gradients(model)}
+
+
+def prepare_in_turn(ranks: Ranks, folder: Path) -> str:
+    with ranks.main_first():
+        if ranks.is_main:
+            (folder / "prepared").write_text("by rank 0", encoding="utf-8")
+        return (folder / "prepared").read_text(encoding="utf-8")
+
+
+def fail_in_turn(ranks: Ranks) -> str:
+    try:
+        with ranks.main_first():
+            raise OSError("bad data")
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def stop_together(ranks: Ranks) -> tuple[int, str | None]:
+    """Signal rank 1 alone during step 2; return the last step and the signal agreed upon."""
+    with StopFlag() as stop:
+        for step in range(5):
+            if step == 2 and ranks.rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            agreed = stop.agreed(ranks)
+            if agreed:
+                break
+        return step, agreed
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    ranks = Ranks.from_environment()
+    with ranks.connect(CPU):
+        result = {
+            "who": [ranks.rank, ranks.world, ranks.is_main],
+            "run_folder": ranks.broadcast_object(f"chosen by rank {ranks.rank}"),
+            "gathered": ranks.gather_objects({"rank": ranks.rank}),
+            "sums": ranks.all_reduce_sum([2**24 + ranks.rank, 0.5]),
+            "gradients": compare_gradients(ranks),
+            "prepared": prepare_in_turn(ranks, folder),
+            "failed": fail_in_turn(ranks),
+            "stop": stop_together(ranks),
+        }
+        ranks.barrier()
+    result["left"] = not torch.distributed.is_initialized()
+    (folder / f"rank{ranks.rank}.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

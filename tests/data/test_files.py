@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pyarrow as pa
@@ -35,7 +36,7 @@ def names(documents):
 
 
 def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
     return path
 
 
@@ -118,6 +119,15 @@ def test_names_with_pattern_characters_are_read(load, tmp_path):
     file = tmp_path / "a*" / "b[1]?.txt"
     file.write_text("text " * 9, "utf-8")
     assert "".join(texts(load(file).train)) == ("text " * 9)[:40]
+
+
+def test_reading_files_needs_no_network(load, tmp_path, monkeypatch):
+    def connect(*_):
+        pytest.fail("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    (tmp_path / "a.txt").write_text("text " * 9, "utf-8")
+    assert len(load(tmp_path / "a.txt").train) == 1
 
 
 def test_relative_paths_start_at_the_launch_directory(load, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from data import shakespeare
+from data.dialogue import CONVERTER_VERSION
 from data.shakespeare import (
     PREPARED,
     TINY_PLAYS,
@@ -84,6 +85,13 @@ def test_four_whole_plays_are_for_validation(cache):
     assert len(splits.train) == 33
     assert sum(len(play.text) for play in splits.val) == 444_759
     assert splits.fingerprint[WHEEL] == WHEEL_SHA256
+
+
+def test_the_converted_text_belongs_to_its_version(cache):
+    # Prepared text of other people is redone only when the version changes with the text.
+    known = {1: "307cc113439700b95a52beed85b99b21c3787b9ec36791166a91d54d21909e63"}
+    converted = load_shakespeare(cache, print).fingerprint["converted text"]
+    assert converted == known[CONVERTER_VERSION]
 
 
 def test_validation_plays_share_next_to_nothing_with_training(cache):

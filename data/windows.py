@@ -30,6 +30,10 @@ from data.sources import MODES
 from data.token_files import TokenFile
 
 IGNORE = -100  # the target that carries no loss
+NO_BOS = (
+    "data.mode=bos_aligned needs a tokenizer with a BOS token, and this one has none; "
+    "use tokenizer=bpe, or data.mode=stream or document"
+)
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -126,10 +130,7 @@ class _BosAligned:
     def __init__(self, tokens: TokenFile, length: int) -> None:
         bos_id = tokens.provenance.bos_id
         if bos_id is None:
-            raise ValueError(
-                "data.mode=bos_aligned needs a tokenizer with a BOS token, and this one has none; "
-                "use tokenizer=bpe, or data.mode=stream or document"
-            )
+            raise ValueError(NO_BOS)
         self._tokens = tokens
         self._length = length
         self._bos_id = bos_id

@@ -12,9 +12,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.visibility import document_starts
 from model.config import ModelConfig
 
 
@@ -53,9 +53,7 @@ def document_positions(documents: Tensor) -> Tensor:
     Equal ids are contiguous; counting starts at 0 with each document.
     """
     index = torch.arange(documents.shape[1], device=documents.device)
-    changed = documents[:, 1:] != documents[:, :-1]
-    starts = F.pad(index[1:] * changed, (1, 0))  # (B, T), 0 except where a document begins
-    return index - starts.cummax(dim=1).values
+    return index - document_starts(documents)
 
 
 # --- RoPE: rotate pairs of channels by an angle proportional to the position -----------------
@@ -189,7 +187,7 @@ def sinusoidal_table(length: int, width: int) -> Tensor:
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).float()
 
 
-def position_embedding(config: ModelConfig) -> nn.Module | None:
+def position_embedding(config: ModelConfig) -> nn.Embedding | FixedTable | None:
     """What is added to the token embeddings: a module with `weight` (context_length, n_embd)."""
     if config.position == "learned":
         return nn.Embedding(config.context_length, config.n_embd)

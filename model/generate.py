@@ -1,0 +1,387 @@
+"""Generation on token ids: read the prompt once, then produce one token at a time.
+
+`Generator(model).generate(prompt, ...)` checks everything, and gives a `Generation` to iterate
+over. With the cache (the default) each token is read once; without it the whole context is read
+for every token, which is slow, obviously right, and what the cached path is tested against.
+
+A model sees at most `context_length` tokens. What happens at that limit is chosen before the
+first token: "stop" ends the text, "slide" drops the older half of what the model sees and reads
+the rest again, "error" refuses a request that would get there. The last token produced is never
+read, so a context of L tokens gives up to L - P + 1 new ones after a prompt of P.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.kv_cache import FullCache
+from model.sampling import SamplingOptions, choose, keep_first
+
+AT_LIMIT = ("stop", "slide", "error")
+
+
+@dataclass(slots=True)
+class Report:
+    """What one generation cost; times are of the model and the draws, not of who reads them."""
+
+    prompt_tokens: int
+    produced_tokens: int = 0  # over all samples
+    prefill_seconds: float = 0.0  # reading the prompt and drawing each sample's first token
+    decoded_tokens: int = 0  # produced after those first ones
+    decode_seconds: float = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Prompt tokens read per second; samples share one reading of the prompt."""
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens produced per second after the first, over all samples; None if there are none."""
+        return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else None
+
+    def __str__(self) -> str:
+        text = (
+            f"read {self.prompt_tokens} tokens in {self.prefill_seconds:.3f} s, "
+            f"produced {self.produced_tokens}"
+        )
+        if self.decode_tokens_per_s is None:
+            return text
+        return f"{text} in {self.decode_seconds:.3f} s ({self.decode_tokens_per_s:,.0f} tokens/s)"
+
+
+class Generator:
+    """Generates from one model in evaluation mode; calls share nothing but the model.
+
+    Args:
+        model: the decoder.
+        use_cache: keep keys and values (fast) or read the context anew for each token.
+        at_limit: what happens at the context length, one of AT_LIMIT.
+        prefill_chunk: read prompts in pieces of this many tokens, which bounds memory (None: in
+            one). With mask=prefix the first piece always holds the whole prefix.
+        vocab_size: how many ids the tokenizer knows; higher ones, which pad the model's
+            vocabulary, are never drawn. None: the model's own.
+
+    Raises ValueError in one line for options that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        use_cache: bool = True,
+        at_limit: str = "stop",
+        prefill_chunk: int | None = None,
+        vocab_size: int | None = None,
+    ):
+        if at_limit not in AT_LIMIT:
+            raise ValueError(f"at_limit={at_limit!r} is not one of {', '.join(AT_LIMIT)}")
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1")
+        config = model.config
+        if vocab_size is not None and not 0 < vocab_size <= config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {vocab_size} ids, the model has {config.vocab_size}"
+            )
+        if config.mask == "bidirectional":
+            raise ValueError(
+                "a model with model.mask=bidirectional sees the token it should predict: it cannot "
+                "generate"
+            )
+        if at_limit == "slide" and _kept(config) + 1 < config.prefix:
+            raise ValueError(
+                f"at_limit=slide goes on with {_kept(config) + 1} tokens, fewer than "
+                f"model.prefix={config.prefix}"
+            )
+        self.model = model
+        self.use_cache = use_cache
+        self.at_limit = at_limit
+        self.prefill_chunk = prefill_chunk
+        self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        options: SamplingOptions | None = None,
+        num_samples: int = 1,
+        seed: int = 0,
+        eos_id: int | None = None,
+    ) -> Generation:
+        """Start `num_samples` independent continuations of one prompt.
+
+        Sample i draws with the seed `seed + i` and nothing else, so it is the same whether it is
+        produced alone or beside others. `eos_id` ends a sample and is not part of it.
+
+        Raises ValueError in one line, before the first token, for a request that cannot be met.
+        """
+        self._check_prompt(prompt)
+        self._check_request(len(prompt), max_new_tokens, num_samples, seed)
+        device = self.model.embed.weight.device
+        generators = [torch.Generator(device).manual_seed(seed + i) for i in range(num_samples)]
+        context = _Context(self, list(prompt), num_samples, max_new_tokens)
+        report = Report(prompt_tokens=len(prompt))
+        options = options or SamplingOptions()
+        return Generation(context, options, generators, max_new_tokens, eos_id, report)
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        config = self.model.config
+        if not len(prompt):
+            raise ValueError("the prompt is empty; a model needs at least one token to go on from")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < config.vocab_size)
+            raise ValueError(
+                f"the prompt holds the id {wrong}, the model knows 0 to {config.vocab_size - 1}"
+            )
+        if len(prompt) < config.prefix:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, fewer than model.prefix={config.prefix}"
+            )
+        if len(prompt) > config.context_length and self.at_limit != "slide":
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, the context holds {config.context_length}; "
+                "shorten the prompt, or choose at_limit=slide to go on from its end"
+            )
+
+    def _check_request(
+        self, prompt_tokens: int, max_new_tokens: int, num_samples: int, seed: int
+    ) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} must be at least 1")
+        if not 0 <= seed < 2**63 - num_samples:
+            raise ValueError(f"seed={seed} must be a number from 0 to 2**63 - num_samples")
+        room = self.model.config.context_length - prompt_tokens + 1
+        if self.at_limit == "error" and max_new_tokens > room:
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens} does not fit: after a prompt of {prompt_tokens} "
+                f"tokens the context of {self.model.config.context_length} has room for {room}"
+            )
+        if self.model.training:
+            raise ValueError("the model is in training mode; call model.eval() before generating")
+
+
+class Generation:
+    """The samples of one request, produced while iterating.
+
+    Each item is a list of (sample, token) for the samples that went on. `tokens` holds what each
+    sample has produced, `ends` why it ended: "length" (max_new_tokens), "eos", "context" (the
+    limit, with at_limit=stop), "stopped" (by `stop`) or None while it goes on.
+    """
+
+    def __init__(
+        self,
+        context: _Context,
+        options: SamplingOptions,
+        generators: Sequence[torch.Generator],
+        max_new_tokens: int,
+        eos_id: int | None,
+        report: Report,
+    ):
+        self.tokens: list[list[int]] = [[] for _ in generators]
+        self.ends: list[str | None] = [None] * len(generators)
+        self.report = report
+        self._context = context
+        self._options = options
+        self._generators = generators
+        self._max_new_tokens = max_new_tokens
+        self._eos_id = eos_id
+        self._going = list(range(len(generators)))
+        self._latest: Tensor | None = None  # (B,) tokens drawn but not read yet
+        self._seen: Tensor | None = None
+        if options.repetition_penalty != 1:
+            self._seen = context.seen()
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self
+
+    def __next__(self) -> list[tuple[int, int]]:
+        if not self._going:
+            raise StopIteration
+        started = time.perf_counter()
+        is_prefill = self._latest is None
+        with torch.inference_mode():
+            self._latest = self._draw(self._context.next_logits(self._latest))
+        # Bringing the tokens to the host waits for the device, so the clock is honest there too.
+        step = self._record(self._latest.tolist())
+        seconds = time.perf_counter() - started
+        self.report.produced_tokens += len(step)
+        if is_prefill:
+            self.report.prefill_seconds += seconds
+        else:
+            self.report.decode_seconds += seconds
+            self.report.decoded_tokens += len(step)
+        return step
+
+    def run(self) -> Generation:
+        """Produce everything that is left."""
+        for _ in self:
+            pass
+        return self
+
+    def stop(self, sample: int) -> None:
+        """End one sample; the others go on. Nothing happens if it has ended."""
+        self._end(sample, "stopped")
+
+    def _draw(self, logits: Tensor) -> Tensor:
+        tokens = choose(logits, self._options, self._generators, self._seen)
+        if self._seen is not None:
+            self._seen.scatter_(1, tokens[:, None], True)
+        return tokens
+
+    def _record(self, drawn: Sequence[int]) -> list[tuple[int, int]]:
+        """Keep the tokens of samples still going, and end those that are done."""
+        step = []
+        for sample in tuple(self._going):
+            token = drawn[sample]
+            if token == self._eos_id:
+                self._end(sample, "eos")
+                continue
+            self.tokens[sample].append(token)
+            step.append((sample, token))
+            if len(self.tokens[sample]) == self._max_new_tokens:
+                self._end(sample, "length")
+        if self._context.at_end:
+            for sample in tuple(self._going):
+                self._end(sample, "context")
+        return step
+
+    def _end(self, sample: int, why: str) -> None:
+        if self.ends[sample] is None:
+            self.ends[sample] = why
+            self._going.remove(sample)
+
+
+class _Context:
+    """The tokens a model sees: B rows of equal length in memory allocated once.
+
+    The cache holds the first part of them; what it lacks is read when logits are asked for.
+    """
+
+    def __init__(
+        self, generator: Generator, prompt: list[int], samples: int, max_new_tokens: int
+    ) -> None:
+        # Eager on purpose: a compiled forward pass would be built anew for every length.
+        self._forward = generator.model.forward
+        self._config = config = generator.model.config
+        self._samples = samples
+        self._slides = generator.at_limit == "slide"
+        self._known_ids = generator.vocab_size
+        self._chunk = max(generator.prefill_chunk or config.context_length, config.prefix)
+        self._cache: FullCache | None = None
+
+        weight = generator.model.embed.weight
+        self._dtype = _compute_dtype(weight)
+        needed = len(prompt) + max_new_tokens - 1  # the last token is never read
+        self._capacity = (
+            config.context_length if self._slides else min(needed, config.context_length)
+        )
+        visible = prompt[-_visible(len(prompt), config) :]
+        self._tokens = torch.zeros(samples, self._capacity, dtype=torch.int64, device=weight.device)
+        self._tokens[:, : len(visible)] = torch.tensor(visible)
+        self._length = len(visible)
+        self._use_cache = generator.use_cache
+
+    @property
+    def at_end(self) -> bool:
+        """Whether no further token can be read."""
+        return self._length == self._config.context_length and not self._slides
+
+    def seen(self) -> Tensor:
+        """Mark the ids that occur in the context, (B, V)."""
+        seen = self._tokens.new_zeros((self._samples, self._config.vocab_size), dtype=torch.bool)
+        return seen.scatter_(1, self._tokens[:, : self._length], True)
+
+    def next_logits(self, latest: Tensor | None) -> Tensor:
+        """Logits (B, V) of the token after `latest` (B,), or after the prompt if None."""
+        if latest is None:
+            logits = self._read_prompt()
+        else:
+            self._append(latest)
+            logits = self._read()
+        return keep_first(logits, self._known_ids)
+
+    def _append(self, tokens: Tensor) -> None:
+        if self._length == self._config.context_length:
+            self._drop_older_half()
+        self._tokens[:, self._length] = tokens
+        self._length += 1
+
+    def _drop_older_half(self) -> None:
+        kept = _kept(self._config)
+        self._tokens[:, :kept] = self._tokens[:, self._length - kept : self._length].clone()
+        self._length = kept
+        if self._cache is not None:
+            self._cache.reset()
+
+    def _read_prompt(self) -> Tensor:
+        """Read the prompt once for all samples, which share it."""
+        prompt = self._tokens[:1, : self._length]
+        if not self._use_cache:
+            return self._last_logits(prompt).expand(self._samples, -1)
+        self._cache = self._new_cache(self._samples, self._capacity)
+        if self._samples == 1:
+            return self._fill(self._cache, prompt)
+        single = self._new_cache(1, self._length)
+        logits = self._fill(single, prompt)
+        self._cache.copy_from(single)
+        return logits.expand(self._samples, -1)
+
+    def _read(self) -> Tensor:
+        """Read what has not been read: with a cache the new tokens, without one everything."""
+        visible = self._tokens[:, : self._length]
+        return (
+            self._last_logits(visible) if self._cache is None else self._fill(self._cache, visible)
+        )
+
+    def _fill(self, cache: FullCache, tokens: Tensor) -> Tensor:
+        """Read the tokens that `cache` lacks, a chunk at a time; logits (B, V) after the last."""
+        for start in range(cache.length, tokens.shape[1], self._chunk):
+            logits = self._last_logits(tokens[:, start : start + self._chunk], cache)
+        return logits
+
+    def _last_logits(self, tokens: Tensor, cache: FullCache | None = None) -> Tensor:
+        logits = self._forward(tokens, cache=cache, only_last=True).logits  # (B, 1, V)
+        assert logits is not None
+        return logits[:, -1]
+
+    def _new_cache(self, batch: int, capacity: int) -> FullCache:
+        return FullCache(
+            self._config,
+            batch=batch,
+            capacity=capacity,
+            device=self._tokens.device,
+            dtype=self._dtype,
+        )
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """Return the type that keys and values come in: the weights', or autocast's."""
+    if torch.is_autocast_enabled(weight.device.type):
+        return torch.get_autocast_dtype(weight.device.type)
+    return weight.dtype
+
+
+def _kept(config: ModelConfig) -> int:
+    """How many tokens stay when a full context drops its older half."""
+    return config.context_length // 2
+
+
+def _visible(length: int, config: ModelConfig) -> int:
+    """How many of the last tokens the model sees after `length` of them, having slid if need be.
+
+    A full context slides when one more token comes, and again each time it has filled up.
+    """
+    limit, kept = config.context_length, _kept(config)
+    if length <= limit:
+        return length
+    return kept + 1 + (length - limit - 1) % (limit - kept)

@@ -145,15 +145,9 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
     train_windows = Windows(text.train, config.model.context_length, config.data.mode)
     val_windows = Windows(text.val, config.model.context_length, config.data.mode)
     order = WindowOrder(len(train_windows), config.seed)
-    start = "\n".join(
-        [
-            describe_start(config, device=device, dtype=dtype, world=ranks.world),
-            f"training on {train_windows.describe()}",
-            f"validating on {val_windows.describe()}",
-        ]
-    )
+    log.note(describe_start(config, device=device, dtype=dtype, world=ranks.world))
     if dry_run:
-        log.note(describe_plan(config, start, dtype=dtype, world=ranks.world))
+        log.note(describe_plan(config, dtype=dtype, world=ranks.world))
         return None
 
     # The model and what updates it, fresh or as a checkpoint left them.
@@ -188,7 +182,6 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
     if ranks.is_main:
         text.tokenizer.save(run / "tokenizer.json")
         leave_later_checkpoints(run, counters.step, log.note)
-    log.note(start)
     log.note(f"run folder {run}")
     return Session(
         config=config,

@@ -138,6 +138,15 @@ class Optimizers:
             for group in optimizer.param_groups
         )
 
+    def state_values(self) -> int:
+        """Return how many float32 values of state training will need, known before the first."""
+        return sum(
+            parameter.numel() * sum(name != "step" for name in _state_names(optimizer))
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
     # --- State ------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -9,18 +9,15 @@ from model.decoder import Decoder
 from model.size import flops_per_token, parameter_count, training_flops_per_token
 from training.config import Config
 from training.devices import device_name
-from training.optim import build_optimizers
+from training.optim import Optimizers, build_optimizers
 from training.schedule import describe_schedule
 
-_STATE_COPIES = {"adamw": 2, "muon": 2, "sgd": 1}  # float32 copies per parameter, at most
 
-
-def describe_plan(config: Config, start: str, *, dtype: torch.dtype, world: int) -> str:
+def describe_plan(config: Config, *, dtype: torch.dtype, world: int) -> str:
     """Return the dry run's page: shapes, parameters, memory, schedule, and what would be written.
 
     Args:
         config: with ``model.vocab_size`` filled in.
-        start: the lines that the run itself would begin with.
         dtype: the type it would compute in.
         world: how many ranks there are.
     """
@@ -29,15 +26,15 @@ def describe_plan(config: Config, start: str, *, dtype: torch.dtype, world: int)
     train, context = config.train, config.model.context_length
     micro = train.micro_batch_size or train.batch_size // world
     micro_steps = train.batch_size // world // micro
+    optimizers = build_optimizers(model, config.optim)
     shapes = [f"{name:<40} {tuple(p.shape)}" for name, p in model.named_parameters()]
     validation = "all" if train.eval_windows is None else f"{train.eval_windows}"
     sections = [
-        start,
         "parameters\n" + _indent("\n".join(shapes)),
-        "optimizer\n" + _indent(build_optimizers(model, config.optim).describe()),
+        "optimizer\n" + _indent(optimizers.describe()),
         f"one step: {train.batch_size} sequences of {context} tokens, as {world} rank(s) x "
         f"{micro_steps} micro-step(s) x {micro}",
-        describe_memory(config, micro, dtype),
+        describe_memory(config, optimizers, micro, dtype),
         describe_schedule(config.optim, train.max_steps),
         f"every {train.eval_every} steps: evaluate on {validation} validation windows\n"
         f"every {train.checkpoint_every} steps, and at each new best: a checkpoint (the best and "
@@ -67,7 +64,9 @@ def describe_start(config: Config, *, device: torch.device, dtype: torch.dtype, 
     )
 
 
-def describe_memory(config: Config, micro_batch: int, dtype: torch.dtype) -> str:
+def describe_memory(
+    config: Config, optimizers: Optimizers, micro_batch: int, dtype: torch.dtype
+) -> str:
     """Return an estimate of the training memory of one rank, by cause.
 
     Weights, gradients and optimizer state are exact. Activations are what the backward pass keeps,
@@ -75,7 +74,6 @@ def describe_memory(config: Config, micro_batch: int, dtype: torch.dtype) -> str
     """
     model = config.model
     parameters = parameter_count(model)
-    state = parameters * 4 * _STATE_COPIES[config.optim.kind]
     tokens = micro_batch * model.context_length
     width = torch.finfo(dtype).bits // 8
     heads = (2 * model.n_head + 2 * model.kv_heads) * model.head_size
@@ -86,7 +84,7 @@ def describe_memory(config: Config, micro_batch: int, dtype: torch.dtype) -> str
     parts = {
         "weights": parameters * 4,
         "gradients": parameters * 4,
-        "optimizer state": state,
+        "optimizer state": optimizers.state_values() * 4,
         "activations (estimate)": activations,
         "logits (estimate)": logits,
     }

@@ -34,7 +34,6 @@ class RunLog:
         self._path = path
         for text in self._early:
             self.record(text)
-        self._early.clear()
 
     def note(self, text: str) -> None:
         """Print a line, above the bar if there is one, and keep a copy."""

@@ -106,9 +106,16 @@ def test_poor_histories_give_the_pictures_they_can(
     assert [path.name for path in plot_run(write(tmp_path, rows))] == names
 
 
-def test_a_single_point_is_visible_on_an_axis_of_whole_steps() -> None:
-    axes = drawn(draw_learning_rate, [{"step": 5, "train/lr": 1e-3}])
+def test_a_single_point_is_visible_on_an_axis_of_whole_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: saved.append(figure))
+    plot_run(write(tmp_path, [{"step": 5, "train/lr": 1e-3}]))
+    (axes,) = saved[0].axes
     assert axes.get_lines()[0].get_marker() == "o"
+    low, high = axes.get_xlim()
+    assert low <= 4 < 6 <= high
 
 
 def test_points_that_are_not_finite_are_left_out() -> None:

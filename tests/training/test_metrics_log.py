@@ -109,6 +109,17 @@ def test_on_a_full_disk_rows_wait_and_the_file_stays_whole(tmp_path: Path) -> No
     assert "metrics.jsonl cannot be written" in notes[0]
 
 
+def test_a_disk_that_fills_after_a_resume_leaves_no_half_row(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, 2, 3)
+    log = MetricsLog(tmp_path, lambda text: None)
+    log.truncate_after(1)
+    with full_disk((tmp_path / "metrics.jsonl").stat().st_size + 5):
+        log.log(2, {})
+        assert (tmp_path / "metrics.jsonl").read_bytes() == encode_row(1, {"train/loss": 0.5})
+    log.close()
+    assert steps(tmp_path) == [1, 2]
+
+
 def test_closing_writes_what_still_waits_and_may_be_repeated(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, lambda text: None)
     with full_disk(0):

@@ -260,7 +260,7 @@ def test_a_stored_login_is_found_for_its_host_and_handed_over(
 def test_a_broken_login_file_is_no_login(wandb: FakeWandb, run: Path) -> None:
     home = Path(os.environ["HOME"])
     home.mkdir()
-    (home / ".netrc").write_text("machine machine machine\nnonsense", encoding="utf-8")
+    (home / ".netrc").write_text("nonsense\n", encoding="utf-8")
     start_tracker(settings(), run, log=Say())
     assert wandb.inits[0]["mode"] == "offline"
 

@@ -13,11 +13,11 @@ CONVERTER_VERSION = 1  # raise it when the output changes: prepared text of olde
 _SPEAKER = re.compile(r"\*\*(.+)\*\*")
 # Richard III announces its ghosts in two pieces: "Ghost", then "**of Prince Edward**".
 _GHOST = re.compile(r"^(Ghosts?)\n\n\*\*(of .+)\*\*", re.MULTILINE)
-# Directions stand between underscores, also over line ends. Some lack the opening mark, some have
-# it twice, and one in The Tempest is never closed. One pass from the left pairs the marks rightly.
+# Directions stand between underscores, also over line ends. Some lack the opening mark; some have
+# it twice, which pairs the marks and leaves a direction without one; one in The Tempest is never
+# closed. A single pass from the left keeps speech between two directions out of it.
 _DIRECTION = re.compile(
     r"_Burthen _\\\[dispersedly, within_"
-    r"|__\\\[[^_]*_"
     r"|_[^_]*_"
     r"|\\?\[[^\]_]*\]_"
 )

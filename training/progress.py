@@ -6,6 +6,7 @@ lines, so the folder tells the whole story afterwards.
 """
 
 import contextlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -77,7 +78,7 @@ class Progress:
         stream = stream or self._log.stream
         self._began = time.monotonic()
         self._bar = None
-        if stream.isatty():
+        if _is_terminal(stream):
             # smoothing=0: time left from the mean of the whole run, evaluations included.
             self._bar = tqdm(
                 total=total,
@@ -116,6 +117,11 @@ class Progress:
     def _time_left(self, step: int) -> str:
         seconds_per_step = (time.monotonic() - self._began) / max(1, step - self._start)
         return tqdm.format_interval(seconds_per_step * (self._total - step))
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Whether a bar can be drawn; some pseudo-terminals have no height, and tqdm draws nothing."""
+    return stream.isatty() and os.get_terminal_size(stream.fileno()).lines > 0
 
 
 def _short(number: float) -> str:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import termios
 from pathlib import Path
 
 from training.progress import Progress, RunLog
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+class Terminal:
+    """A pseudo-terminal of a given size: a stream to write to, and what was shown on it."""
+
+    def __init__(self, lines: int, columns: int) -> None:
+        self._screen, self._keyboard = pty.openpty()
+        termios.tcsetwinsize(self._keyboard, (lines, columns))
+        self.stream = open(self._keyboard, "w", encoding="utf-8")  # noqa: SIM115
+
+    def shown(self) -> str:
+        self.stream.flush()
+        content = os.read(self._screen, 1 << 20).decode()
+        self.stream.close()
+        os.close(self._screen)
+        return content.replace("\r\n", "\n")
 
 
 def run_steps(progress: Progress, first: int, last: int) -> None:
@@ -43,21 +57,28 @@ def test_a_speed_that_is_not_known_yet_is_left_out() -> None:
 
 
 def test_a_terminal_gets_a_bar_with_everything_and_notes_on_lines_of_their_own() -> None:
-    stream = Terminal()
-    progress = Progress(total=4, every=1, stream=stream)
+    terminal = Terminal(24, 120)
+    progress = Progress(total=4, every=1, stream=terminal.stream)
     progress.update(1, loss=1.25, lr=1e-3, tokens_per_s=950)
     progress.note("step 1: validation loss 1.5")
     run_steps(progress, 2, 4)
-    shown = stream.getvalue()
+    progress.close()  # a second time, as a `finally` may
+    shown = terminal.shown()
     assert "\rstep 1: validation loss 1.5\n" in shown  # the bar was wiped first
     last = shown.rsplit("\r", 1)[-1]
     for part in ("4/4", "100%", "loss 0.5000", "lr 1.00e-03", "12.3k tokens/s", "<00:00]"):
         assert part in last
-    progress.close()  # a second time, as a `finally` may
+
+
+def test_a_terminal_without_a_size_gets_lines() -> None:
+    terminal = Terminal(0, 0)
+    run_steps(Progress(total=2, every=1, stream=terminal.stream), 1, 2)
+    assert [line[:8] for line in terminal.shown().splitlines()] == ["step 1/2", "step 2/2"]
 
 
 def test_the_run_keeps_a_copy_of_notes_and_progress_lines(tmp_path: Path) -> None:
-    for number, stream in enumerate((io.StringIO(), Terminal())):
+    terminal = Terminal(24, 80)
+    for number, stream in enumerate((io.StringIO(), terminal.stream)):
         path = tmp_path / f"log{number}.txt"
         log = RunLog(stream=stream)
         log.note("before the folder exists")
@@ -69,6 +90,7 @@ def test_the_run_keeps_a_copy_of_notes_and_progress_lines(tmp_path: Path) -> Non
         assert lines[:2] == ["before the folder exists", "ROMEO: Ay me! é"]
         assert lines[2].startswith("step 2/2  loss 1.0000")
         assert len(lines) == 3
+    terminal.shown()
 
 
 def test_a_resumed_run_appends_to_its_log(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ BOS_EOS_NAMES = (
 )
 
 # How much is encoded at once: an encoded token costs about 100 bytes until its ids are read.
-GROUP_CHARACTERS = 1 << 20
+GROUP_CHARACTERS = 1 << 18
 
 # Every length of UTF-8, runs of blanks, line ends, and a special token written as text.
 _ROUND_TRIP_TEXT = f"A  b\tc\r\n\n don't  \x00\x7f é ß 中文。\n🙂\U0010ffff {END_OF_TEXT} end \n"
@@ -374,7 +374,7 @@ def _one_line(error: Exception) -> str:
 
 @functools.cache
 def _tokenizers() -> ModuleType:
-    """Import the library, and keep its threads out of forked workers, where it warns of deadlocks.
+    """Import the library, and tell forked workers not to use its threads, which a fork loses.
 
     After a first fork the parent encodes on one core too.
     """

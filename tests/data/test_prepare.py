@@ -256,13 +256,15 @@ def test_a_missing_tokenizer_file_is_noticed_before_text_is_read(
 
 
 @pytest.mark.parametrize("prepared_before", [False, True])
-def test_a_model_with_too_few_ids_is_refused(
-    prepared_before: bool, run: Callable[..., Prepared]
+def test_a_model_with_too_few_ids_is_refused_before_anything_is_encoded(
+    prepared_before: bool, run: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if prepared_before:
         run("bpe")
-    with pytest.raises(ValueError, match=r"model\.vocab_size=279 .* the tokenizer's 280 ids"):
-        run("bpe", vocab_size=279)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_build", None)  # cannot be called
+        with pytest.raises(ValueError, match=r"model\.vocab_size=279 .* the tokenizer's 280 ids"):
+            run("bpe", vocab_size=279)
     for enough in (280, 384, 0, None):
         run("bpe", vocab_size=enough)
 

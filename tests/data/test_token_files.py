@@ -62,8 +62,10 @@ def test_the_sidecar_describes_the_file(tmp_path: Path) -> None:
     assert (tokens.provenance.bos_id, tokens.provenance.eos_id) == (1, 4)
 
 
+@settings(
+    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_are_slices_of_the_ids(data: st.DataObject, tmp_path: Path) -> None:
     ids = data.draw(st.lists(st.integers(0, 299), min_size=1, max_size=50))
     tokens = write_tokens(tmp_path, [ids], vocab_size=300)
@@ -152,8 +154,8 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_memory_does_not_grow_with_the_part_of_the_file_that_was_read(tmp_path: Path) -> None:
-    size = 64 * MEGABYTE
-    tokens = write_tokens(tmp_path, [np.zeros(size, dtype=np.uint8)])
+    size = 32 * MEGABYTE
+    tokens = write_tokens(tmp_path, [np.zeros(MEGABYTE, dtype=np.uint8)] * 32)
     gc.collect()
     before = resident_bytes()
     for start in range(0, size, MEGABYTE):

@@ -17,6 +17,8 @@ from data import pieces
 from data.pieces import cut, edge_of_word
 from data.tokenizers import END_OF_TEXT, Tokenizer, TokenizerConfig, build_tokenizer
 
+patient = settings(deadline=None)  # a loaded machine is no failure
+
 TEXT = (
     "ROMEO:\nBut soft, what light through yonder window breaks?\n"
     "It is the east, and Juliet is the sun.\n\nJULIET:\nO Romeo, wherefore art thou Romeo?\n"
@@ -50,11 +52,13 @@ def library_file(tmp_path: Path, **changes: Any) -> Path:
 # Round trips
 
 
+@patient
 @given(st.text())
 def test_any_text_comes_back_from_bpe(text: str) -> None:
     assert BPE.decode(BPE.encode(text)) == text
 
 
+@patient
 @given(st.text())
 def test_any_text_comes_back_from_bytes_whose_ids_are_its_utf8(text: str) -> None:
     ids = BYTE.encode(text)
@@ -62,8 +66,8 @@ def test_any_text_comes_back_from_bytes_whose_ids_are_its_utf8(text: str) -> Non
     assert BYTE.decode(ids) == text
 
 
+@settings(patient, max_examples=50)
 @given(st.text(min_size=1))
-@settings(max_examples=50)
 def test_any_text_comes_back_from_its_own_characters(text: str) -> None:
     char = build("char", text)
     assert char.decode(char.encode(text)) == text
@@ -122,8 +126,8 @@ def test_bpe_training_does_not_depend_on_where_texts_are_cut(
 # Pieces
 
 
+@settings(patient, max_examples=300)
 @given(TRICKY, st.integers(1, 30))
-@settings(max_examples=300)
 def test_pieces_give_the_ids_of_the_whole_text(text: str, length: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE_CHARACTERS", length)
@@ -176,6 +180,7 @@ def test_word_edges_leave_no_piece_empty() -> None:
 # Streams
 
 
+@patient
 @given(st.lists(st.integers(0, 299), max_size=60))
 def test_a_stream_equals_the_whole_for_any_ids(ids: list[int]) -> None:
     stream = BPE.stream()
@@ -183,6 +188,7 @@ def test_a_stream_equals_the_whole_for_any_ids(ids: list[int]) -> None:
     assert text == BPE.decode(ids)
 
 
+@patient
 @given(st.text())
 def test_a_stream_never_shows_half_a_character(text: str) -> None:
     stream = BYTE.stream()
@@ -203,6 +209,7 @@ def test_flush_marks_a_character_that_was_never_completed() -> None:
 # Bytes per token
 
 
+@patient
 @given(st.text())
 def test_bytes_add_up_to_the_text_in_any_tokenizer(text: str) -> None:
     for tokenizer in (BPE, BYTE, build("char", text + "x")):
@@ -253,6 +260,8 @@ def test_a_saved_tokenizer_comes_back_with_the_same_hash(
 
 def test_the_hash_ignores_layout_but_not_content(tmp_path: Path) -> None:
     path = library_file(tmp_path)
+    layout = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(dict(reversed(layout.items())), indent=3), encoding="utf-8")
     assert Tokenizer.load(path).sha256 == BPE.sha256
     assert BPE.sha256 != BYTE.sha256
 
@@ -350,7 +359,9 @@ def test_a_forked_worker_encodes_without_warnings() -> None:
         "byte.encode(text)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
-        "    os._exit(0 if len(byte.encode(text)) == len(text) else 1)\n"
+        "    assert os.environ['TOKENIZERS_PARALLELISM'] == 'false'\n"
+        "    assert len(byte.encode(text)) == len(text)\n"
+        "    os._exit(0)\n"
         "print(os.waitpid(child, 0)[1])\n"
     )
     assert result.stdout.strip() == "0"

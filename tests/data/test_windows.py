@@ -19,7 +19,8 @@ GOLDEN_ORDER = [5, 1, 6, 7, 4, 0, 2, 3, 2, 6, 3, 7]
 EOT = 0  # one token that ends and begins documents
 BOS, EOS = 1, 2
 
-many = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+patient = settings(deadline=None)  # a loaded machine is no failure
+on_disk = settings(patient, suppress_health_check=[HealthCheck.function_scoped_fixture])
 texts = st.lists(st.lists(st.integers(10, 99), max_size=9), min_size=1, max_size=6)
 
 
@@ -80,7 +81,7 @@ def test_a_window_that_does_not_exist_is_an_error(number: int, tmp_path: Path) -
 # Document
 
 
-@many
+@on_disk
 @given(texts=texts, marks=st.sampled_from(["none", "shared", "separate"]), length=st.integers(1, 7))
 def test_document_windows_are_stream_windows_that_know_their_documents(
     tmp_path: Path, texts: list[list[int]], marks: str, length: int
@@ -125,7 +126,7 @@ def test_long_documents_go_on_behind_another_bos_and_the_rest_is_padding(tmp_pat
     assert windows.describe() == "3 windows of 3 (bos_aligned), 22.2% padding"
 
 
-@many
+@on_disk
 @given(texts=texts, marks=st.sampled_from(["shared", "separate"]), length=st.integers(1, 7))
 def test_aligned_windows_predict_every_token_of_every_document_once(
     tmp_path: Path, texts: list[list[int]], marks: str, length: int
@@ -190,6 +191,7 @@ def draw(order: WindowOrder, *counts: int) -> list[int]:
     return [int(i) for count in counts for i in order.next_indices(count)]
 
 
+@patient
 @given(n_windows=st.integers(1, 40), seed=st.integers(0, 2**40), data=st.data())
 def test_every_window_comes_once_per_epoch_however_many_are_drawn_at_a_time(
     n_windows: int, seed: int, data: st.DataObject
@@ -230,6 +232,7 @@ def test_an_epoch_that_is_complete_is_counted() -> None:
     assert (order.epoch, order.offset) == (1, 0)
 
 
+@patient
 @given(n_windows=st.integers(1, 20), counts=st.lists(st.integers(1, 30), min_size=1, max_size=5))
 def test_a_saved_position_goes_on_exactly_twice_in_a_row(n_windows: int, counts: list[int]) -> None:
     """Over epoch edges, through JSON, and resumed again after each draw."""

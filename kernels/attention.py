@@ -30,6 +30,7 @@ __all__ = [
     "pick_backend",
 ]
 
+NO_STATS = Stats()
 BACKENDS = ("auto", "eager", "sdpa", "triton")
 
 
@@ -73,6 +74,8 @@ def attention(
     check_spec(q, k, spec, kv_lengths)
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}; choose from {', '.join(PRECISIONS)}")
+    if stats == NO_STATS:
+        stats = None
     module = _module(backend, q.device)
     if torch.is_autocast_enabled(q.device.type):  # the types of the inputs decide, nothing else
         with torch.autocast(q.device.type, enabled=False):

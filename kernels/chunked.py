@@ -38,7 +38,7 @@ def forward(
 
 
 class Gradients(NamedTuple):
-    """Gradients of the inputs; None for a per-head vector that the spec does not have."""
+    """Gradients of the inputs; None for a per-head vector that has or needs none."""
 
     q: Tensor
     k: Tensor
@@ -63,15 +63,22 @@ def backward(
     kv_lengths: Tensor | None,
     saved: AttentionOutput,
     upstream: Upstream,
+    *,
+    slope_gradient: bool,
 ) -> Gradients:
-    """Gradients of all inputs, from those of out, lse and entropy (which must be in `saved`)."""
+    """Gradients of the inputs, from those of out, lse and entropy (which must be in `saved`).
+
+    Slopes are usually fixed, and their gradient costs one more pass: it is made on request.
+    """
     call = Call(q, k, spec, kv_lengths)
     values = call.per_kv_head(v)
     d_out = torch.zeros_like(saved.out) if upstream.out is None else upstream.out
     lse, delta, d_entropy = _row_terms(saved, upstream, d_out, call.dtype)
     d_q = _rows_first(call, q.shape[3])
     d_keys, d_values = torch.zeros_like(call.keys), torch.zeros_like(values)
-    d_slopes = None if spec.alibi_slopes is None else torch.zeros_like(spec.alibi_slopes)
+    d_slopes = None
+    if slope_gradient and spec.alibi_slopes is not None:
+        d_slopes = torch.zeros_like(spec.alibi_slopes)
 
     for chunk in chunks(spec, q, k, kv_lengths):
         at = chunk.rows

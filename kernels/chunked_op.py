@@ -15,8 +15,6 @@ from torch import Tensor
 from kernels import chunked
 from kernels.spec import AttentionOutput, AttentionSpec, Stats, softmax_dtype
 
-DIFFERENTIABLE = ("out", "lse", "entropy")
-
 
 def chunked_attention(
     q: Tensor,
@@ -26,7 +24,7 @@ def chunked_attention(
     kv_lengths: Tensor | None,
     stats: Stats,
 ) -> AttentionOutput:
-    """Attention and its statistics; gradients flow through out, lse and entropy only."""
+    """Attention and its statistics; see `kernels.attention`."""
     results = _forward(
         q,
         k,
@@ -46,10 +44,7 @@ def chunked_attention(
     )
     wanted = ["out", *stats.row_names, *(["sink_mass"] if stats.sink_mass else [])]
     named = zip(AttentionOutput._fields, results, strict=True)
-    chosen = {name: result for name, result in named if name in wanted}
-    return AttentionOutput(
-        **{name: x if name in DIFFERENTIABLE else x.detach() for name, x in chosen.items()}
-    )
+    return AttentionOutput(**{name: result for name, result in named if name in wanted})
 
 
 @torch.library.custom_op("glassgpt::chunked_attention", mutates_args=())
@@ -93,6 +88,7 @@ def _backward(
     d_out: Tensor | None,
     d_lse: Tensor | None,
     d_entropy: Tensor | None,
+    slope_gradient: bool,
     causal: bool,
     window: int | None,
     sinks: int,
@@ -105,7 +101,9 @@ def _backward(
     saved = AttentionOutput(out=out, lse=lse, entropy=entropy)
     upstream = chunked.Upstream(d_out, d_lse, d_entropy)
     with torch.autocast(q.device.type, enabled=False):
-        gradients = chunked.backward(q, k, v, spec, kv_lengths, saved, upstream)
+        gradients = chunked.backward(
+            q, k, v, spec, kv_lengths, saved, upstream, slope_gradient=slope_gradient
+        )
     return tuple(_or_empty(x, q) for x in gradients)  # type: ignore[return-value]
 
 
@@ -152,36 +150,43 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tens
 @_backward.register_fake
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     _, _, alibi_slopes, sink_logit, *_ = others
+    slope_gradient = others[10]
     batch, heads, n_rows, head_size = q.shape
-    d_q = q.new_empty(batch, n_rows, heads, head_size).transpose(1, 2)
-    per_head = (
-        q.new_empty(0) if x is None else torch.empty_like(x) for x in (alibi_slopes, sink_logit)
+    return (
+        q.new_empty(batch, n_rows, heads, head_size).transpose(1, 2),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        torch.empty_like(alibi_slopes) if slope_gradient else q.new_empty(0),
+        q.new_empty(0) if sink_logit is None else torch.empty_like(sink_logit),
     )
-    return d_q, k.new_empty(k.shape), v.new_empty(v.shape), *per_head
+
+
+# Places in the arguments of `_forward`.
+ALIBI_SLOPES, SINK_LOGIT, N_TENSORS, N_SPEC, N_ARGUMENTS = 5, 6, 7, 13, 15
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, numbers, (out, lse, entropy) = inputs[:7], inputs[7:13], output[:3]
+    out, lse, entropy, *others = output
+    if not entropy.numel():
+        others.append(entropy)
+    ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, out, lse, entropy)
-    ctx.numbers = numbers
+    ctx.save_for_backward(*inputs[:N_TENSORS], out, lse, entropy)
+    ctx.numbers = inputs[N_TENSORS:N_SPEC]
 
 
 def _gradients(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    slope_gradient = ctx.needs_input_grad[ALIBI_SLOPES]
     d_q, d_k, d_v, d_slopes, d_sink_logit = _backward(
-        *ctx.saved_tensors, *upstream[:3], *ctx.numbers
+        *ctx.saved_tensors, *upstream[:3], slope_gradient, *ctx.numbers
     )
-    _, _, _, _, _, alibi_slopes, sink_logit, *_ = ctx.saved_tensors
-    return (
-        d_q,
-        d_k,
-        d_v,
-        None,
-        None,
-        None if alibi_slopes is None else d_slopes,
-        None if sink_logit is None else d_sink_logit,
-        *(None for _ in range(8)),
-    )
+    gradients: list[Tensor | None] = [None] * N_ARGUMENTS
+    gradients[:3] = d_q, d_k, d_v
+    if slope_gradient:
+        gradients[ALIBI_SLOPES] = d_slopes
+    if ctx.needs_input_grad[SINK_LOGIT]:
+        gradients[SINK_LOGIT] = d_sink_logit
+    return tuple(gradients)
 
 
 _forward.register_autograd(_gradients, setup_context=_save_for_backward)

@@ -14,10 +14,11 @@ from torch import Tensor
 from kernels.spec import AttentionSpec
 from kernels.visibility import document_ends, make_layout
 
-# Logits alive at once, over batch and heads. A CPU is fastest when they stay in its caches, a
-# GPU when there is enough to fill it.
-LOGITS_PER_CHUNK = {"cpu": 2**20}
-LOGITS_PER_CHUNK_ELSEWHERE = 2**25
+# Logits in a chunk, over batch and heads. A CPU is fastest while they stay in the caches of its
+# cores, a GPU when there are enough of them to fill it. Memory is linear in the length because
+# the number of rows falls as the keys of a chunk grow, down to a fixed MIN_ROWS.
+CPU_LOGITS_PER_THREAD = 2**17
+DEVICE_LOGITS = 2**25
 MAX_ROWS = 512
 MIN_ROWS = 16
 
@@ -61,7 +62,7 @@ def chunks(spec: AttentionSpec, q: Tensor, k: Tensor, kv_lengths: Tensor | None)
     """Yield the chunks of a call with q (B, H, T, D) and k (B, Hkv, S, D), in row order."""
     batch, heads, n_rows, _ = q.shape
     firsts, stops = _key_bounds(spec, n_rows, k.shape[2], kv_lengths)
-    limit = LOGITS_PER_CHUNK.get(q.device.type, LOGITS_PER_CHUNK_ELSEWHERE) // (batch * heads)
+    limit = _logits_per_chunk(q.device) // (batch * heads)
     sinks = spec.sinks if spec.documents is None else 0  # with documents the bounds hold them
     row = 0
     while row < n_rows:
@@ -72,6 +73,12 @@ def chunks(spec: AttentionSpec, q: Tensor, k: Tensor, kv_lengths: Tensor | None)
         stop = max(stops[row + count - 1], first + 1)  # rows that see nothing visit one key
         yield Chunk(slice(row, row + count), min(sinks, first), slice(first, stop))
         row += count
+
+
+def _logits_per_chunk(device: torch.device) -> int:
+    if device.type == "cpu":
+        return CPU_LOGITS_PER_THREAD * torch.get_num_threads()
+    return DEVICE_LOGITS
 
 
 def _key_bounds(

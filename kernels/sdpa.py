@@ -51,12 +51,15 @@ def _is_plain(spec: AttentionSpec, n_rows: int, n_keys: int) -> bool:
 
 
 def _stock(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and q.is_cuda and q.dtype not in HALF:
+    causal = spec.causal
+    if q.shape[2] == 1:  # the query is at the last key; the stock rule would put it at the first
+        causal = False
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and q.is_cuda and q.dtype not in HALF:
         # CUDA's fused kernels for wider types know no groups; asked to, they make the matrix.
-        group = q.shape[1] // k.shape[1]
-        k, v, grouped = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
-    causal = spec.causal and q.shape[2] > 1  # a single query at the last key sees all keys
-    return F.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=spec.scale, enable_gqa=grouped
-    )
+        k, v, group = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), 1
+    if group > 1:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=spec.scale, enable_gqa=True
+        )
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=spec.scale)

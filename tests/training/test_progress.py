@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
@@ -20,11 +21,13 @@ class Terminal:
         self.stream = open(self._keyboard, "w", encoding="utf-8")  # noqa: SIM115
 
     def shown(self) -> str:
-        self.stream.flush()
-        content = os.read(self._screen, 1 << 20).decode()
         self.stream.close()
+        content = b""
+        with contextlib.suppress(OSError):  # how Linux says that a terminal has nothing more
+            while part := os.read(self._screen, 4096):
+                content += part
         os.close(self._screen)
-        return content.replace("\r\n", "\n")
+        return content.decode().replace("\r\n", "\n")
 
 
 def run_steps(progress: Progress, first: int, last: int) -> None:

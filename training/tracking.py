@@ -218,7 +218,7 @@ def replay(
     _write_record(run, tracker.id, record["settings"])
     for row in rows:
         tracker.log(row.pop("step"), row)
-    tracker.finish(exit_code=int(read_status(run) in ("failed", "running")))
+    tracker.finish(exit_code=0 if read_status(run) == "done" else 1)
     log(
         f"wandb: replayed {len(rows)} rows {tracker.mode} under the id {tracker.id}"
         + (f", {tracker.missed} updates were lost" if tracker.missed else "")

@@ -471,7 +471,7 @@ def test_a_run_without_a_tracker_can_be_replayed_and_keeps_its_id(
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [("done", 0), ("preempted", 0), ("failed", 1), ("running", 1)]
+    ("status", "code"), [("done", 0), ("preempted", 1), ("failed", 1), ("running", 1)]
 )
 def test_a_replay_closes_with_the_status_of_the_run(
     wandb: FakeWandb, run: Path, status: str, code: int

@@ -302,7 +302,8 @@ def test_text_streams_and_the_program_ends_quietly(run: Path, ending: str) -> No
     program = start("--run", str(run), *LONG, stdin=subprocess.DEVNULL)
     assert program.stdout is not None
     assert program.stderr is not None
-    assert len(program.stdout.read(100)) == 100  # long before the end
+    # The first characters do not wait for a full buffer.
+    assert 1 <= len(program.stdout.read1(1 << 16)) < 1000
     if ending == "interrupt":
         program.send_signal(signal.SIGINT)
         deadline = time.monotonic() + 30

@@ -275,6 +275,9 @@ def test_one_sample_ends_and_the_others_go_on() -> None:
         assert sample == (whole[: whole.index(eos)] if eos in whole else whole)
         assert end == ("eos" if eos in whole else "length")
     assert len(ended.tokens[0]) < 3
+    produced = sum(map(len, ended.tokens))
+    assert ended.report.produced_tokens == produced
+    assert ended.report.decoded_tokens == produced - sum(map(bool, ended.tokens))
 
 
 def test_a_sample_can_be_stopped_from_outside() -> None:

@@ -231,8 +231,11 @@ def _unknown_keys(plain: dict[str, Any], schema: type, path: str = "") -> Iterat
     fields = {f.name: f for f in dataclasses.fields(schema)}
     defaults = schema()
     for key, value in plain.items():
-        if key not in fields:
-            yield path + str(key)
+        known = key in fields
+        if not known and not (isinstance(value, dict) and value):
+            yield path + key
+        elif not known:
+            yield f"{path}{key}.{next(iter(value))}"
         elif dataclasses.is_dataclass(getattr(defaults, key)) and isinstance(value, dict):
             yield from _unknown_keys(value, type(getattr(defaults, key)), f"{path}{key}.")
 
@@ -305,9 +308,9 @@ def check_command_line(arguments: list[str]) -> None:
     Raises:
         UserError: naming the ``key=value`` that was probably meant.
     """
-    groups = [
-        key for key in _all_keys(Config) if dataclasses.is_dataclass(getattr(Config(), key, 0))
-    ]
+    settings = Config()
+    parts = [f.name for f in dataclasses.fields(Config)]
+    groups = ["experiment", *(n for n in parts if dataclasses.is_dataclass(getattr(settings, n)))]
     for argument in arguments:
         flag, _, value = argument.partition("=")
         if flag in groups and re.fullmatch(r"[+-]?(\d[\d.e+-]*|nan|inf)|true|false", value):

@@ -1,0 +1,144 @@
+"""The root configuration: what it refuses, and in which words."""
+
+from __future__ import annotations
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+import train  # noqa: F401  (registers the schema)
+from tests.training.runs import settings
+from training.config import (
+    Config,
+    UserError,
+    check_command_line,
+    check_ranks,
+    explain,
+    from_dict,
+    to_config,
+    to_dict,
+)
+
+
+def composed(*overrides: str) -> Config:
+    with initialize_config_module("configs", version_base="1.3"):
+        return to_config(compose("train", list(overrides)))
+
+
+def message(*overrides: str) -> str:
+    """The one line that a user sees for these overrides."""
+    with pytest.raises((UserError, HydraException)) as caught:
+        composed(*overrides)
+    text = explain(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_the_default_run_is_the_experiment_of_its_name():
+    assert composed() == composed("experiment=shakespeare_char")
+
+
+def test_overrides_reach_every_group():
+    config = composed("experiment=nanogpt_char_cpu", "train.max_steps=200", "model.n_layer=2")
+    assert (config.train.max_steps, config.model.n_layer) == (200, 2)
+    assert config.model.position == "learned"
+    assert composed("optim.lr=1e-4").optim.lr == 1e-4  # not text
+    assert composed("model.n_head=8").model.kv_heads == 2
+    assert composed("model.n_head=8", "model.n_kv_head=null").model.kv_heads == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.n_heads=3", "model.n_heads is not a setting (did you mean 'model.n_head'?)"),
+        ("+model.n_heads=3", "model.n_heads is not a setting (did you mean 'model.n_head'?)"),
+        ("++trian.max_steps=3", "trian.max_steps is not a setting (did you mean 'train.max_steps'"),
+        ("+max_steps=3", "max_steps is not a setting (did you mean 'train.max_steps'?)"),
+        ("model=nanno", "model=nanno does not exist: choose from"),
+        ("experiment=shakespear_char", "(did you mean 'shakespeare_char'?)"),
+        ("train.max_steps=many", "train.max_steps=many is not of type integer"),
+        ("train.max_steps=null", "train.max_steps=null is not allowed"),
+        ("optim.kind=adam", "optim.kind=adam is not one of adamw, muon, sgd (did you mean 'adamw'"),
+        ("data.mode=steam", "data.mode=steam"),
+        ("attention.backend=flash", "attention.backend=flash is not one of"),
+        ("compile=maybe", "compile=maybe is not one of auto, true, false"),
+        ("train.batch_size=0", "train.batch_size=0 must be at least 1"),
+        ("train.patience=0", "train.patience=0 must be at least 1"),
+        ("train.peak_tflops=0", "train.peak_tflops=0.0 must be above 0"),
+        ("model.n_head=3", "model.n_head=3 must be a multiple of model.n_kv_head=2"),
+        ("optim.lr=-1", "optim.lr=-1.0 must be above 0"),
+        ("model.mask=bidirectional", "model.mask=bidirectional lets every token see its own"),
+        ("data.mode=bos_aligned", "data.mode=bos_aligned needs a tokenizer with a BOS token"),
+        ("optim.warmup_steps=100000", "optim.warmup_steps=100000 must be at most"),
+        ("name=a/b", "name='a/b' becomes a folder name"),
+        ("foo", "(write key=value, and quote special characters"),
+        ("tracker.notes=It's", "(write key=value, and quote special characters"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_nearest_name(override, expected):
+    assert expected in message(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ("train.batch_size=7", "train.micro_batch_size=2"),
+            "train.batch_size=7 is not a multiple of train.micro_batch_size=2",
+        ),
+        (("resume=latest", "init_from=x"), "give one of them"),
+        (
+            ("model.mask=prefix", "model.prefix=128", "model.context_length=128"),
+            "model.prefix=128 leaves no token to predict",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(overrides, expected):
+    assert expected in message(*overrides)
+
+
+def test_a_typo_in_a_file_names_the_nearest_setting():
+    store = ConfigStore.instance()
+    store.store(group="experiment", name="typo", package="_global_", node={"model": {"n_heads": 3}})
+    assert message("experiment=typo") == (
+        "model.n_heads is not a setting (did you mean 'model.n_head'?)"
+    )
+
+
+def test_a_typo_in_a_run_folders_file_is_named_too(tmp_path):
+    plain = settings(tmp_path, optim__warm_up_steps=3)
+    with pytest.raises(UserError, match=r"optim.warm_up_steps is not .*'optim.warmup_steps'"):
+        from_dict(plain)
+
+
+def test_plain_values_round_trip_through_yaml(tmp_path):
+    config = from_dict(settings(tmp_path, model__windows=[4, 0], tracker__tags=["a, b", "c"]))
+    text = OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+    assert from_dict(OmegaConf.to_container(OmegaConf.create(text))) == config
+
+
+def test_the_batch_must_divide_over_the_ranks(tmp_path):
+    config = from_dict(settings(tmp_path, train__micro_batch_size=2))
+    check_ranks(config, 2)
+    with pytest.raises(UserError, match=r"batch_size=4 does not divide over 3 ranks .* 6"):
+        check_ranks(config, 3)
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--max-steps=3", "written train.max_steps=3, without dashes"),
+        ("--lr", "written optim.lr=value, without dashes"),
+        ("model=3", "model=3 does not exist: the choices are files in configs/model/"),
+        ("experiment=1e3", "the choices are files in configs/experiment/"),
+    ],
+)
+def test_command_lines_of_other_programs_are_corrected(argument, expected):
+    with pytest.raises(UserError, match=expected):
+        check_command_line([argument])
+
+
+def test_hydras_own_flags_pass():
+    check_command_line(["--help", "-m", "--cfg", "job", "train.max_steps=3", "model=nano"])

@@ -275,6 +275,7 @@ def test_a_damaged_checkpoint_is_one_line(refused, tmp_path: Path) -> None:
 
 def start(*arguments: str, **options) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
+    environment.pop("PYTHONUNBUFFERED", None)
     return subprocess.Popen(
         [sys.executable, str(ROOT / "sample.py"), *arguments],
         stdout=subprocess.PIPE,

@@ -58,7 +58,8 @@ def attention(
         v: (B, Hkv, S, Dv).
         spec: who sees whom and how logits are made.
         kv_lengths: (B,) integers of at most S on the device of q: keys at or past it are
-            invisible, and query row t sits at position kv_lengths[b] - T + t. None means S.
+            invisible (whatever finite numbers lie there), and query row t sits at position
+            kv_lengths[b] - T + t. None means S for every sequence.
         stats: which statistics to return beside the output.
         precision: how the Triton backend multiplies float32: "tf32x3" or "ieee".
         backend: one of BACKENDS. "auto" picks by device; any other is used or raises.

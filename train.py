@@ -269,6 +269,7 @@ def run_loop(session: Session, ranks: Ranks, stop: StopFlag) -> None:
                 s.optimizers,
                 s.scaler,
                 batches,
+                config=s.config.model,
                 device=s.device,
                 autocast=precision,
                 ranks=ranks,

@@ -208,6 +208,20 @@ def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") ->
     return loss / (targets != IGNORE).sum().clamp(min=1)
 
 
+def counted_targets(
+    config: ModelConfig, targets: Tensor, documents: Tensor | None = None
+) -> Tensor:
+    """Targets (B, T) with IGNORE wherever the model's loss leaves them out.
+
+    That is where they already are IGNORE and, with mask=prefix, inside the visible prefix of the
+    sequence or of each document. Whoever divides a summed loss counts what is left.
+    """
+    if config.mask != "prefix":
+        return targets
+    positions = None if documents is None else document_positions(documents)
+    return _without_prefix(targets, positions, config.prefix)
+
+
 def _positions(tokens: Tensor, documents: Tensor | None, cache: KVCache | None) -> Tensor | None:
     if cache is not None:
         return cache.extend(tokens.shape[1])

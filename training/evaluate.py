@@ -8,18 +8,30 @@ the same: losses are summed over all windows and ranks and divided once.
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 
+from data.prepare import prepare
 from data.tokenizers import Tokenizer
 from data.windows import IGNORE, Windows
-from model.decoder import Decoder
+from model.checkpoint import resolve_run
+from model.decoder import Decoder, counted_targets
+from model.load import load_model
+from training.config import from_dict
+from training.devices import autocast as autocast_context
+from training.devices import resolve_device, resolve_dtype
 from training.distributed import Ranks
+from training.run_folder import read_config
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ def evaluate(
     model.eval()
     for start in range(0, len(mine), batch_size):
         batch = windows.batch(mine[start : start + batch_size])
-        targets = batch.targets
+        targets = counted_targets(model.config, batch.targets, batch.documents)
         counted = targets[targets != IGNORE]
         documents = None if batch.documents is None else batch.documents.to(device)
         with autocast():
@@ -111,3 +123,71 @@ def evaluate(
         tokens=int(total),
         windows=len(chosen),
     )
+
+
+def evaluate_run(
+    name: str | Path,
+    *,
+    which: Literal["best", "last"] | int = "best",
+    limit: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    log: Callable[[str], None] = print,
+) -> tuple[Evaluation, int]:
+    """Evaluate a run's checkpoint on its own validation split; return the result and the step.
+
+    Args:
+        name: a run folder, a checkpoint in one, or ``runs/latest``.
+        which: the best checkpoint, the last one, or that of a step.
+        limit: how many windows; None for all.
+        device: as in the configuration.
+        dtype: as in the configuration.
+        log: where what is done goes.
+
+    Raises:
+        ValueError, FileNotFoundError: when the run, its text or its tokenizer is not as it was.
+    """
+    config = from_dict(read_config(resolve_run(name)))
+    where = resolve_device(device)
+    precision = partial(autocast_context, where, resolve_dtype(dtype, where))
+    model, checkpoint = load_model(name, which=which, device=where)
+    context = model.config.context_length
+    text = prepare(config.data, config.tokenizer, context_length=context, log=log)
+    if text.tokenizer.sha256 != checkpoint.state["tokenizer_sha256"]:
+        raise ValueError(f"{name} was trained with another tokenizer than its text gives now")
+    train = config.train
+    found = evaluate(
+        model,
+        Windows(text.val, context, config.data.mode),
+        text.tokenizer,
+        batch_size=train.eval_batch_size or train.micro_batch_size or train.batch_size,
+        limit=limit,
+        device=where,
+        autocast=precision,
+        ranks=Ranks(),
+    )
+    return found, checkpoint.step
+
+
+def main() -> None:
+    """Evaluate a finished run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m training.evaluate", description=__doc__)
+    parser.add_argument("run", help="a run folder, a checkpoint in one, or runs/latest")
+    parser.add_argument("--checkpoint", default="best", help="best (default), last, or a step")
+    parser.add_argument("--windows", type=int, help="so many, evenly spread, instead of all")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    args = parser.parse_args()
+    which = int(args.checkpoint) if args.checkpoint.isdigit() else args.checkpoint
+    try:
+        found, step = evaluate_run(
+            args.run, which=which, limit=args.windows, device=args.device, dtype=args.dtype
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    print(f"step {step}, {found.windows:,} windows, {found.tokens:,} tokens: {found}")
+
+
+if __name__ == "__main__":
+    main()

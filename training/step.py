@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from data.windows import IGNORE, Batch
+from model.config import ModelConfig
+from model.decoder import counted_targets
 from training.distributed import Ranks, sync_gradients
 from training.optim import Optimizers
 
@@ -42,6 +44,7 @@ def take_step(
     scaler: torch.amp.GradScaler,
     batches: Sequence[Batch],
     *,
+    config: ModelConfig,
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
     ranks: Ranks,
@@ -53,11 +56,15 @@ def take_step(
         optimizers: with the learning rate of this step already set.
         scaler: for float16; does nothing when disabled.
         batches: one per micro-step, targets of `IGNORE` carrying no loss.
+        config: the model's, which says which targets its loss counts.
         device: where the model is.
         autocast: makes the mixed-precision context of a forward pass.
         ranks: this process among its peers.
     """
-    counted = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
+    counted = sum(
+        int((counted_targets(config, batch.targets, batch.documents) != IGNORE).sum())
+        for batch in batches
+    )
     (total,) = ranks.all_reduce_sum([counted])
     # Data-parallel backward averages over ranks; with this factor the average is a mean over
     # tokens. Without a single counted token the loss is 0 and so is its gradient.

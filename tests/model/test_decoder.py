@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.attention import Stats
+from kernels.attention import Stats, attention
 from model.decoder import IGNORE, Decoder, next_token_loss
 from model.kv_cache import FullCache
 from tests.model.tiny import OPTIONS, TINY, tiny_config, tiny_model, tiny_tokens
@@ -129,7 +129,14 @@ def test_targets_inside_the_prefix_do_not_count():
 # --- what comes back, and what is refused --------------------------------------------------------
 
 
-def test_statistics_come_back_for_the_chosen_layers():
+def test_statistics_come_back_for_the_chosen_layers(monkeypatch):
+    asked = []
+
+    def spy(*args, **options):
+        asked.append(options["stats"])
+        return attention(*args, **options)
+
+    monkeypatch.setattr("model.attention.attention", spy)
     model = tiny_model(n_layer=3)
     tokens = tiny_tokens(2, 7)
     stats = Stats(entropy=True, sink_mass=(1, 2))
@@ -139,6 +146,7 @@ def test_statistics_come_back_for_the_chosen_layers():
     assert everything[0].sink_mass.shape == (2, 4, 7, 2)
     chosen = model(tokens, stats=stats, layers=[2]).attention
     assert len(chosen) == 1
+    assert asked == [stats] * 3 + [None, None, stats]  # unchosen layers do not pay for them
     torch.testing.assert_close(chosen[0].entropy, everything[2].entropy)
     assert not chosen[0].entropy.allclose(everything[0].entropy)
 

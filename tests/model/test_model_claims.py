@@ -10,7 +10,7 @@ import model.attention as attention_module
 from kernels.attention import AttentionSpec, Stats, attention
 from model.attention import Attention, Shared
 from model.decoder import Decoder
-from model.positions import RotaryTable, rotate
+from model.positions import RotaryTable, alibi_slopes, rotate
 from tests.model.tiny import OPTIONS, TINY, tiny_config, tiny_model, tiny_tokens
 
 H, C, D = 4, 32, 8
@@ -290,6 +290,16 @@ def test_windows_repeat_over_the_layers_and_hold_the_sinks_visible():
     model = tiny_model(n_layer=3, windows=[2, 0], window_sinks=1)
     specs: list[AttentionSpec] = [block.attn._spec(None) for block in model.blocks]
     assert [(spec.window, spec.sinks) for spec in specs] == [(2, 1), (None, 0), (2, 1)]
+
+
+def test_options_of_the_logits_reach_the_attention_function():
+    layer = tiny_layer(position="alibi", softcap=5.0, sink_logit="learned")
+    spec = layer._spec(None)
+    assert spec.softcap == 5.0
+    assert spec.alibi_slopes.equal(alibi_slopes(H))
+    assert spec.sink_logit.equal(layer.sink_logit.float())
+    plain = tiny_layer()._spec(None)
+    assert plain.plain_logits
 
 
 def test_a_zero_sink_logit_adds_one_to_the_softmax_denominator():

@@ -193,8 +193,8 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name):
         # Theirs follows the length of the text: at 4 times the context its factor is ours.
         ({"rope_scaling": "ntk"}, {"rope_type": "dynamic", "factor": 1.0}, 256),
         (
-            {"rope_scaling": "yarn", "rope_original_context": 64},
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            {"rope_scaling": "yarn", "rope_original_context": 4096},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
             64,
         ),
         (
@@ -202,7 +202,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name):
             {
                 "rope_type": "yarn",
                 "factor": 4.0,
-                "original_max_position_embeddings": 64,
+                "original_max_position_embeddings": 1024,
                 "beta_fast": 16.0,
                 "beta_slow": 2.0,
             },
@@ -217,7 +217,7 @@ def test_rotary_tables_equal_those_of_transformers(ours, theirs, length):
     )  # names of the settings before were others
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    context = 64 if theirs["rope_type"] == "dynamic" else 256
+    context = 64 if theirs["rope_type"] == "dynamic" else 4096
     peer = LlamaRotaryEmbedding(
         transformers.LlamaConfig(
             hidden_size=128,
@@ -230,7 +230,7 @@ def test_rotary_tables_equal_those_of_transformers(ours, theirs, length):
     cos, sin = peer(torch.zeros(1), torch.arange(length)[None])
     factor = 4.0 if ours else 1.0
     config = tiny_config(
-        context_length=256, head_dim=64, rope_theta=5000.0, rope_scaling_factor=factor, **ours
+        context_length=4096, head_dim=64, rope_theta=5000.0, rope_scaling_factor=factor, **ours
     )
     rotation = RotaryTable(config).at(None, length)
     sign = torch.ones(64)

@@ -6,6 +6,8 @@ travel over gloo from CPU memory, so asking for them never waits for a GPU; grad
 nccl on CUDA. Every rank must make the same calls in the same order.
 """
 
+import gc
+import importlib
 import inspect
 import os
 import signal
@@ -43,6 +45,10 @@ class Ranks:
     ``Ranks.from_environment()`` only reads who we are; ``with ranks.connect(device):`` joins the
     others and leaves at the end. `rank` numbers all processes, `local_rank` those of this machine,
     `world` is their count.
+
+    Do the work of the ``with`` block in a function of its own: the threads of the group end only
+    when nothing refers to it, a wrapped model included, and a thread that outlives the interpreter
+    can abort a process that had finished.
     """
 
     def __init__(self, rank: int = 0, world: int = 1, local_rank: int = 0) -> None:
@@ -78,16 +84,24 @@ class Ranks:
         """Join the other ranks; with one rank there is nobody to join.
 
         Raises:
-            ValueError: when `device` cannot be shared between ranks.
+            ValueError: when this PyTorch or `device` does not serve several ranks.
         """
         if self.world == 1:
             return self
+        if not torch.distributed.is_available():
+            raise ValueError(
+                f"this PyTorch cannot connect {self.world} ranks: start without torchrun"
+            )
         if device.type not in ("cpu", "cuda"):
             raise ValueError(
                 f"device={device.type} cannot train with {self.world} ranks: use cpu or cuda"
             )
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        # Its functions have the current group as a default argument. Imported now, before there is
+        # one, they cannot keep ours alive after the end.
+        import torch.distributed.nn.functional
+
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         torch.distributed.init_process_group(
             backend, rank=self.rank, world_size=self.world, timeout=_TIMEOUT
@@ -104,6 +118,7 @@ class Ranks:
         traceback: TracebackType | None,
     ) -> None:
         if self.world > 1 and torch.distributed.is_initialized():
+            gc.collect()  # wrapped models hold on to the group until they are collected
             torch.distributed.destroy_process_group()
 
     # --- Saying things ----------------------------------------------------------------------------

@@ -110,7 +110,9 @@ def test_auto_precision_follows_the_hardware(monkeypatch: pytest.MonkeyPatch) ->
     assert resolve_dtype("auto", torch.device("mps")) == torch.float32
     assert resolve_dtype("auto", CUDA) == torch.bfloat16
     assert resolve_dtype("fp16", CUDA) == torch.float16
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
     assert resolve_dtype("auto", CUDA) == torch.float32
     with pytest.raises(ValueError, match="dtype=bf16 but Imaginary GPU only emulates it"):
         resolve_dtype("bf16", CUDA)

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
 from torch.nn.functional import cross_entropy
 
 from training.distributed import Ranks, StopFlag, sync_gradients
@@ -62,22 +65,40 @@ def gradients(model: nn.Module) -> list[list[float]]:
     return [p.grad.flatten().tolist() for p in model.parameters()]
 
 
+def count_exchanges(wrapped: nn.Module) -> list[None]:
+    """Return a list that grows with every exchange of gradients (all fit into one message)."""
+    exchanges: list[None] = []
+
+    def hook(group: Any, bucket: GradBucket) -> Future[Tensor]:
+        exchanges.append(None)
+        return allreduce_hook(group, bucket)
+
+    wrapped.register_comm_hook(None, hook)
+    return exchanges
+
+
 def compare_gradients(ranks: Ranks) -> dict[str, Any]:
     """Return gradients of 1 rank x 8 sequences and of 2 ranks x 2 micro-steps x 2 sequences."""
     tokens, targets = global_batch()
     torch.manual_seed(ranks.rank)  # different weights, until wrap sends rank 0's
     model = TinyModel()
     wrapped = ranks.wrap(model, CPU)
+    exchanges = count_exchanges(wrapped)
     mine = slice(ranks.rank * 4, ranks.rank * 4 + 4)
     step_gradients(wrapped, ranks, tokens[mine], targets[mine], micro_batch=2)
-    shared = gradients(model)
+    shared, exchanged = gradients(model), len(exchanges)
     model.zero_grad()
     step_gradients(model, Ranks(), tokens, targets, micro_batch=8)
     alone = gradients(model)
     model.zero_grad()
     nothing = torch.full_like(targets[mine], IGNORE)
     step_gradients(wrapped, ranks, tokens[mine], nothing, micro_batch=2)
-    return {"shared": shared, "alone": alone, "nothing_counted": gradients(model)}
+    return {
+        "shared": shared,
+        "exchanges": exchanged,
+        "alone": alone,
+        "nothing_counted": gradients(model),
+    }
 
 
 def prepare_in_turn(ranks: Ranks, folder: Path) -> str:
@@ -107,23 +128,33 @@ def stop_together(ranks: Ranks) -> tuple[int, str | None]:
         return step, agreed
 
 
+def work(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    return {
+        "who": [ranks.rank, ranks.world, ranks.is_main],
+        "run_folder": ranks.broadcast_object(f"chosen by rank {ranks.rank}"),
+        "gathered": ranks.gather_objects({"rank": ranks.rank}),
+        "sums": ranks.all_reduce_sum([2**24 + ranks.rank, 0.5]),
+        "gradients": compare_gradients(ranks),
+        "prepared": prepare_in_turn(ranks, folder),
+        "failed": fail_in_turn(ranks),
+        "stop": stop_together(ranks),
+    }
+
+
+def gloo_threads() -> list[str]:
+    """Return the names of gloo's threads in this process; only Linux shows them."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     ranks = Ranks.from_environment()
     with ranks.connect(CPU):
-        result = {
-            "who": [ranks.rank, ranks.world, ranks.is_main],
-            "run_folder": ranks.broadcast_object(f"chosen by rank {ranks.rank}"),
-            "gathered": ranks.gather_objects({"rank": ranks.rank}),
-            "sums": ranks.all_reduce_sum([2**24 + ranks.rank, 0.5]),
-            "gradients": compare_gradients(ranks),
-            "prepared": prepare_in_turn(ranks, folder),
-            "failed": fail_in_turn(ranks),
-            "stop": stop_together(ranks),
-        }
+        result = work(ranks, folder)
         ranks.barrier()
-    result["left"] = not torch.distributed.is_initialized()
+    result["left_over"] = [torch.distributed.is_initialized(), gloo_threads()]
     (folder / f"rank{ranks.rank}.json").write_text(json.dumps(result), encoding="utf-8")
 
 

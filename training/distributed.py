@@ -100,7 +100,7 @@ class Ranks:
             torch.cuda.set_device(device)
         # Its functions have the current group as a default argument. Imported now, before there is
         # one, they cannot keep ours alive after the end.
-        import torch.distributed.nn.functional
+        importlib.import_module("torch.distributed.nn.functional")
 
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         torch.distributed.init_process_group(

@@ -101,7 +101,6 @@ class Ranks:
         # Its functions have the current group as a default argument. Imported now, before there is
         # one, they cannot keep ours alive after the end.
         importlib.import_module("torch.distributed.nn.functional")
-
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         torch.distributed.init_process_group(
             backend, rank=self.rank, world_size=self.world, timeout=_TIMEOUT
@@ -117,7 +116,9 @@ class Ranks:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.world > 1 and torch.distributed.is_initialized():
+        # After an error the other ranks may be waiting in a collective, and leaving in good order
+        # could wait for them: let this process fail, torchrun then ends theirs.
+        if error is None and self.world > 1:
             gc.collect()  # wrapped models hold on to the group until they are collected
             torch.distributed.destroy_process_group()
 

@@ -1,5 +1,6 @@
 """One rank costs nothing, two ranks agree: checked with two real gloo processes under torchrun."""
 
+import contextlib
 import json
 import os
 import signal
@@ -54,6 +55,16 @@ def test_several_ranks_need_a_pytorch_and_a_device_that_serve_them(
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     with pytest.raises(ValueError, match="this PyTorch cannot connect 2 ranks"):
         Ranks(0, 2, 0).connect(torch.device("cpu"))
+
+
+def test_a_failing_rank_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append("left"))
+    with Ranks(0, 2, 0):
+        pass
+    with contextlib.suppress(OSError), Ranks(0, 2, 0):
+        raise OSError
+    assert calls == ["left"]
 
 
 def test_a_step_without_counted_tokens_has_a_finite_scale() -> None:

@@ -35,7 +35,7 @@ from training.config import (
     Config,
     UserError,
     check_command_line,
-    check_ranks,
+    check_config,
     explain,
     keep_hydra_working,
     setting_up,
@@ -125,7 +125,7 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
     if folder is not None:
         config, changed = resumed_config(folder, overrides)
         start_note += f" with {', '.join(changed)}" if changed else ""
-    check_ranks(config, ranks.world)
+    check_config(config, ranks.world)
     device = resolve_device(config.device, ranks)
     dtype = resolve_dtype(config.dtype, device)
     ranks.connect(device)
@@ -250,11 +250,8 @@ def run_loop(session: Session, ranks: Ranks, stop: StopFlag) -> None:
 
     with s.records:
         final = evaluate_now() if counters.step == 0 else None
-        stop_signal = None
-        while counters.step < settings.max_steps and stop_signal is None:
-            if counters.out_of_patience(settings.patience):
-                bar.note(f"stopping early: no new best in {settings.patience} evaluations")
-                break
+        stop_signal, ended_early = None, False
+        while counters.step < settings.max_steps and stop_signal is None and not ended_early:
             lr = s.optimizers.set_lr(
                 lr_multiplier(counters.step, s.config.optim, settings.max_steps)
             )
@@ -299,10 +296,13 @@ def run_loop(session: Session, ranks: Ranks, stop: StopFlag) -> None:
             is_last = step == settings.max_steps
             if is_last or step % settings.eval_every == 0:
                 final = evaluate_now()
+                ended_early = counters.out_of_patience(settings.patience)
             stop_signal = stop.agreed(ranks)
             is_due = step == counters.best_step or step % settings.checkpoint_every == 0
-            if is_last or is_due or stop_signal:
+            if is_due or is_last or ended_early or stop_signal:
                 save_now()
+        if ended_early:
+            bar.note(f"ended early: no new best in {settings.patience} evaluations")
         bar.close()
         s.records.status = "preempted" if stop_signal else "done"
 

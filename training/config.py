@@ -135,7 +135,7 @@ class Config:
 
 @setting_up
 def to_config(composed: DictConfig) -> Config:
-    """Turn what Hydra composed into a checked `Config`.
+    """Turn what Hydra composed into a `Config`, each value checked alone.
 
     Raises:
         UserError: on an unknown key (``+key=value`` is how Hydra lets one through) or a value
@@ -153,7 +153,7 @@ def as_plain(settings: Any) -> dict[str, Any]:
 
 @setting_up
 def from_dict(plain: dict[str, Any]) -> Config:
-    """Build a checked `Config` from plain values, such as a run's ``config.yaml``."""
+    """Build a `Config` from plain values, like those of a run folder, each checked alone."""
     unknown = next(_unknown_keys(plain, Config), None)
     if unknown is not None:
         raise UserError(unknown_key_message(unknown))
@@ -163,7 +163,6 @@ def from_dict(plain: dict[str, Any]) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     assert isinstance(config, Config)
-    check_config(config)
     return config
 
 
@@ -172,8 +171,9 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def check_config(config: Config) -> None:
-    """Check what no single part of the configuration can see.
+@setting_up
+def check_config(config: Config, world: int = 1) -> None:
+    """Check what no single part of the configuration can see, for a run on `world` ranks.
 
     Raises:
         UserError: naming the values that contradict each other and the knob that mends it.
@@ -199,10 +199,12 @@ def check_config(config: Config) -> None:
             f"model.prefix={model.prefix} leaves no token to predict in a context of "
             f"model.context_length={model.context_length}"
         )
-    if train.micro_batch_size is not None and train.batch_size % train.micro_batch_size:
+    micro = train.micro_batch_size or 1
+    if train.batch_size % (world * micro):
         raise UserError(
-            f"train.batch_size={train.batch_size} is not a multiple of "
-            f"train.micro_batch_size={train.micro_batch_size}"
+            f"train.batch_size={train.batch_size} does not divide over {world} rank(s) into "
+            f"micro-batches of train.micro_batch_size={micro}: make it a multiple of "
+            f"{world * micro}"
         )
     if data.mode == "bos_aligned" and config.tokenizer.kind in ("char", "byte"):
         raise UserError(
@@ -210,16 +212,6 @@ def check_config(config: Config) -> None:
             f"tokenizer.kind={config.tokenizer.kind} has none: use tokenizer=bpe"
         )
     config.optim.check(train.max_steps)
-
-
-def check_ranks(config: Config, world: int) -> None:
-    """Check that the global batch divides over `world` ranks into whole micro-batches."""
-    batch, micro = config.train.batch_size, config.train.micro_batch_size or 1
-    if batch % (world * micro):
-        raise UserError(
-            f"train.batch_size={batch} does not divide over {world} ranks in micro-batches of "
-            f"{micro}: make it a multiple of {world * micro}"
-        )
 
 
 # ---------------------------------------------------------------------------------------------

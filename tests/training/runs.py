@@ -50,7 +50,7 @@ def settings(folder: Path, **dotted: Any) -> dict[str, Any]:
 
 
 def config(folder: Path, **dotted: Any) -> Config:
-    """The checked configuration of `settings`."""
+    """The configuration of `settings`."""
     return from_dict(settings(folder, **dotted))
 
 

@@ -14,7 +14,7 @@ from training.config import (
     Config,
     UserError,
     check_command_line,
-    check_ranks,
+    check_config,
     explain,
     from_dict,
     to_config,
@@ -24,7 +24,9 @@ from training.config import (
 
 def composed(*overrides: str) -> Config:
     with initialize_config_module("configs", version_base="1.3"):
-        return to_config(compose("train", list(overrides)))
+        config = to_config(compose("train", list(overrides)))
+    check_config(config)
+    return config
 
 
 def message(*overrides: str) -> str:
@@ -86,7 +88,7 @@ def test_a_mistake_is_one_line_with_the_nearest_name(override, expected):
     [
         (
             ("train.batch_size=7", "train.micro_batch_size=2"),
-            "train.batch_size=7 is not a multiple of train.micro_batch_size=2",
+            "train.batch_size=7 does not divide over 1 rank(s) into micro-batches",
         ),
         (("resume=latest", "init_from=x"), "give one of them"),
         (
@@ -121,9 +123,9 @@ def test_plain_values_round_trip_through_yaml(tmp_path):
 
 def test_the_batch_must_divide_over_the_ranks(tmp_path):
     config = from_dict(settings(tmp_path, train__micro_batch_size=2))
-    check_ranks(config, 2)
-    with pytest.raises(UserError, match=r"batch_size=4 does not divide over 3 ranks .* 6"):
-        check_ranks(config, 3)
+    check_config(config, world=2)
+    with pytest.raises(UserError, match=r"batch_size=4 does not divide over 3 rank.* 6"):
+        check_config(config, world=3)
 
 
 @pytest.mark.parametrize(

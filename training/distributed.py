@@ -118,7 +118,7 @@ class Ranks:
     ) -> None:
         # After an error the other ranks may be waiting in a collective, and leaving in good order
         # could wait for them: let this process fail, torchrun then ends theirs.
-        if error is None and self.world > 1:
+        if error is None and self.world > 1 and torch.distributed.is_initialized():
             gc.collect()  # wrapped models hold on to the group until they are collected
             torch.distributed.destroy_process_group()
 
@@ -186,17 +186,6 @@ class Ranks:
         if device.type == "cuda":
             options["device_ids"] = [device]
         return DistributedDataParallel(model, **options)
-
-    def loss_scale(self, counted_tokens: int) -> float:
-        """Return the factor for a *summed* loss that makes the step's gradient a mean over tokens.
-
-        `counted_tokens` is this rank's count over all its micro-steps. The wrapped model averages
-        gradients over ranks, so with the factor world / all counted tokens the result is the mean
-        over every counted token of the step, however unevenly ranks and micro-steps share them.
-        With no counted token at all the loss is 0 and so is the gradient.
-        """
-        (total,) = self.all_reduce_sum([counted_tokens])
-        return self.world / max(total, 1.0)
 
 
 def sync_gradients(model: nn.Module, last: bool) -> AbstractContextManager[None]:

@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,14 +19,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.functional import cross_entropy
 
-from training.distributed import Ranks, StopFlag, sync_gradients
+from data.windows import IGNORE, Batch
+from model.config import ModelConfig
+from training.devices import grad_scaler
+from training.distributed import Ranks, StopFlag
+from training.optim import OptimConfig, build_optimizers
+from training.step import take_step
 
-IGNORE = -100
 CPU = torch.device("cpu")
 
 
 class TinyModel(nn.Module):
-    """Predicts each target from its token alone; the loss is summed over counted targets."""
+    """Predicts each target from its token alone, behind the decoder's interface."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,37 +38,49 @@ class TinyModel(nn.Module):
         self.lm_head = nn.Linear(6, 11)
         self.register_buffer("table", torch.ones(6))
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor, documents: None, reduction: str
+    ) -> SimpleNamespace:
         logits = self.lm_head(self.embed(tokens) * self.table)
-        return cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        loss = cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction=reduction
         )
+        return SimpleNamespace(loss=loss)
 
 
-def global_batch() -> tuple[Tensor, Tensor]:
+def global_batch() -> Batch:
     """Return 8 sequences whose numbers of counted targets differ a lot; one counts none."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 11, (8, 7), generator=generator)
     targets = torch.randint(0, 11, (8, 7), generator=generator)
     for row, counted in enumerate((7, 1, 5, 0, 2, 2, 1, 3)):
         targets[row, counted:] = IGNORE
-    return tokens, targets
+    return Batch(tokens, targets, None)
 
 
 def step_gradients(
-    model: nn.Module, ranks: Ranks, tokens: Tensor, targets: Tensor, micro_batch: int
-) -> None:
-    """Accumulate the gradients of one step over this rank's share of the sequences."""
-    scale = ranks.loss_scale(int((targets != IGNORE).sum()))
-    starts = range(0, len(tokens), micro_batch)
-    for start in starts:
-        part = slice(start, start + micro_batch)
-        with sync_gradients(model, last=start == starts[-1]):
-            (model(tokens[part], targets[part]) * scale).backward()
-
-
-def gradients(model: nn.Module) -> list[list[float]]:
-    return [p.grad.flatten().tolist() for p in model.parameters()]
+    model: nn.Module, wrapped: nn.Module, ranks: Ranks, batch: Batch, micro_batch: int
+) -> list[list[float]]:
+    """Take one step on this rank's share of the sequences; return the gradients it used."""
+    optimizers = build_optimizers(model, OptimConfig(kind="sgd", grad_clip=0.0))
+    gradients: list[list[float]] = []
+    # Record instead of update: the same weights serve every comparison.
+    optimizers.step = lambda: gradients.extend(
+        p.grad.flatten().tolist() for p in model.parameters()
+    )
+    starts = range(0, len(batch.tokens), micro_batch)
+    parts = [slice(start, start + micro_batch) for start in starts]
+    take_step(
+        wrapped,
+        optimizers,
+        grad_scaler(CPU, torch.float32),
+        [Batch(batch.tokens[part], batch.targets[part], None) for part in parts],
+        config=ModelConfig(),
+        device=CPU,
+        autocast=nullcontext,
+        ranks=ranks,
+    )
+    return gradients
 
 
 def count_exchanges(wrapped: nn.Module) -> list[None]:
@@ -79,25 +97,20 @@ def count_exchanges(wrapped: nn.Module) -> list[None]:
 
 def compare_gradients(ranks: Ranks) -> dict[str, Any]:
     """Return gradients of 1 rank x 8 sequences and of 2 ranks x 2 micro-steps x 2 sequences."""
-    tokens, targets = global_batch()
+    everything = global_batch()
     torch.manual_seed(ranks.rank)  # different weights, until wrap sends rank 0's
     model = TinyModel()
     wrapped = ranks.wrap(model, CPU)
     exchanges = count_exchanges(wrapped)
-    mine = slice(ranks.rank * 4, ranks.rank * 4 + 4)
-    step_gradients(wrapped, ranks, tokens[mine], targets[mine], micro_batch=2)
-    shared, exchanged = gradients(model), len(exchanges)
-    model.zero_grad()
-    step_gradients(model, Ranks(), tokens, targets, micro_batch=8)
-    alone = gradients(model)
-    model.zero_grad()
-    nothing = torch.full_like(targets[mine], IGNORE)
-    step_gradients(wrapped, ranks, tokens[mine], nothing, micro_batch=2)
+    rows = slice(ranks.rank * 4, ranks.rank * 4 + 4)
+    mine = Batch(everything.tokens[rows], everything.targets[rows], None)
+    shared = step_gradients(model, wrapped, ranks, mine, micro_batch=2)
+    nothing = Batch(mine.tokens, torch.full_like(mine.targets, IGNORE), None)
     return {
+        "exchanges": len(exchanges),
         "shared": shared,
-        "exchanges": exchanged,
-        "alone": alone,
-        "nothing_counted": gradients(model),
+        "alone": step_gradients(model, model, Ranks(), everything, micro_batch=8),
+        "nothing_counted": step_gradients(model, wrapped, ranks, nothing, micro_batch=2),
     }
 
 

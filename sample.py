@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from data.tokenizers import Tokenizer
     from model.checkpoint import Checkpoint
+    from model.decoder import Decoder
     from model.generate import Generation
     from model.text_stream import Piece
 
@@ -24,6 +25,7 @@ BAD_INPUT = 2
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C,
 BROKEN_PIPE = 141  # and for one whose reader went away
 BETWEEN_SAMPLES = "---------------"
+SMALL_MODEL = 20_000_000  # parameters
 
 EXAMPLES = r"""
 examples:
@@ -80,6 +82,7 @@ def sample(args: argparse.Namespace) -> None:
         raise ValueError(f"--run {args.run} names a checkpoint already: leave out --checkpoint")
     which = "best" if args.checkpoint is None else args.checkpoint
     model, checkpoint = load_model(args.run, which=which, device=device, dtype=dtype)
+    use_one_core_if_small(model)
     tokenizer = load_tokenizer(resolve_run(args.run), checkpoint)
     generator = Generator(
         model,
@@ -99,6 +102,19 @@ def sample(args: argparse.Namespace) -> None:
     print_samples(prompt, pieces, args.num_samples)
     say(f"step {checkpoint.step} on {device}: {generation.report}")
     say_limit(generation, model.config.context_length)
+
+
+def use_one_core_if_small(model: "Decoder") -> None:
+    """Compute a small model on one core, unless OMP_NUM_THREADS says otherwise.
+
+    One token is too little work to share out, and cores that wait for each other on a busy
+    machine make it fifty times slower.
+    """
+    import torch
+
+    is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL
+    if is_small and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def load_tokenizer(run: Path, checkpoint: "Checkpoint") -> "Tokenizer":

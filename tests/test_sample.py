@@ -170,6 +170,16 @@ def test_the_limit_of_the_context(sampled, refused) -> None:
     assert "has room for 3" in refused("--prompt", "a" * 30, "--at-limit", "error")
 
 
+def test_a_small_model_uses_one_core_unless_told_otherwise(sampled, monkeypatch) -> None:
+    torch.set_num_threads(2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    sampled()
+    assert torch.get_num_threads() == 2
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    sampled()
+    assert torch.get_num_threads() == 1
+
+
 # Prompts
 
 

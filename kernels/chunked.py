@@ -4,9 +4,11 @@ The logits of a chunk are made, used and dropped. The forward keeps, per row, on
 few sums of exp(logit - peak); the backward makes the weights of a chunk again from the saved
 lse. With weights p, and upstream gradients dO of the output, gL of lse and gH of the entropy H,
 
-    ds_ij = p_ij (dO_i . v_j - delta_i - gH_i log p_ij),   delta_i = dO_i . o_i - gL_i + gH_i H_i
+    ds_ij = p_ij (dp_ij - delta_i - gH_i log p_ij),    dp_ij = dO_i . v_j
+    delta_i = sum_j p_ij dp_ij - gL_i + gH_i H_i
 
-is the gradient of a logit; the gradients of all inputs follow from it by the chain rule.
+is the gradient of a logit; the gradients of all inputs follow from it by the chain rule. (The
+sum equals dO_i . o_i, but o_i may have been rounded to half precision.)
 """
 
 from dataclasses import dataclass
@@ -61,19 +63,19 @@ def backward(
     v: Tensor,
     spec: AttentionSpec,
     kv_lengths: Tensor | None,
-    saved: AttentionOutput,
+    lse: Tensor,
+    entropy: Tensor | None,
     upstream: Upstream,
     *,
     slope_gradient: bool,
 ) -> Gradients:
-    """Gradients of the inputs, from those of out, lse and entropy (which must be in `saved`).
+    """Gradients of the inputs from those of out, lse and entropy, and the last two's values.
 
     Slopes are usually fixed, and their gradient costs one more pass: it is made on request.
     """
     call = Call(q, k, spec, kv_lengths)
     values = call.per_kv_head(v)
-    d_out = torch.zeros_like(saved.out) if upstream.out is None else upstream.out
-    lse, delta, d_entropy = _row_terms(saved, upstream, d_out, call.dtype)
+    lse, d_out, delta, d_entropy = _row_terms(lse, entropy, upstream, v.shape[3])
     d_q = _rows_first(call, q.shape[3])
     d_keys, d_values = torch.zeros_like(call.keys), torch.zeros_like(values)
     d_slopes = None
@@ -89,8 +91,10 @@ def backward(
         d_out_rows = call.stack(d_out[:, :, at])
         chunk.add_to(d_values, torch.bmm(call.stack(weights).transpose(1, 2), d_out_rows))
 
-        d_logits = call.unstack(torch.bmm(d_out_rows, chunk.take(values).transpose(1, 2)))
-        d_logits.sub_(delta[:, :, at, None]).mul_(weights)
+        d_weights = call.unstack(torch.bmm(d_out_rows, chunk.take(values).transpose(1, 2)))
+        d_logits = d_weights.mul_(weights)
+        delta[:, :, at] += d_logits.sum(dim=-1)
+        d_logits.addcmul_(weights, delta[:, :, at, None], value=-1)
         if d_entropy is not None:
             d_logits.sub_(log_weights.mul_(weights).mul_(d_entropy[:, :, at, None]))
         if d_slopes is not None and logits.distance is not None:
@@ -256,20 +260,25 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _row_terms(
-    saved: AttentionOutput, upstream: Upstream, d_out: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Finite lse, delta and the entropy gradient of each row, all 0 for rows that see nothing."""
-    assert saved.lse is not None
-    nothing = saved.lse == -torch.inf
-    delta = (d_out.to(dtype) * saved.out.to(dtype)).sum(dim=-1)  # (B, H, T)
+    lse: Tensor, entropy: Tensor | None, upstream: Upstream, value_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Finite lse, gradient of out, delta but for its sum over keys, and gradient of entropy.
+
+    The last two are 0 on rows that see nothing, where what flows back may be infinite.
+    """
+    nothing = lse == -torch.inf
+    d_out = upstream.out
+    if d_out is None:
+        d_out = lse.new_zeros(*lse.shape, value_size)
+    delta = torch.zeros_like(lse)
     if upstream.lse is not None:
         delta -= upstream.lse
     d_entropy = upstream.entropy
     if d_entropy is not None:
-        assert saved.entropy is not None
-        delta += d_entropy * saved.entropy
+        assert entropy is not None
+        delta += d_entropy * entropy
         d_entropy = d_entropy.masked_fill(nothing, 0.0)
-    return _finite(saved.lse), delta.masked_fill(nothing, 0.0), d_entropy
+    return _finite(lse), d_out, delta.masked_fill(nothing, 0.0), d_entropy
 
 
 def _sink_logit_gradient(

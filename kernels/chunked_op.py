@@ -82,7 +82,6 @@ def _backward(
     documents: Tensor | None,
     alibi_slopes: Tensor | None,
     sink_logit: Tensor | None,
-    out: Tensor,
     lse: Tensor,
     entropy: Tensor,
     d_out: Tensor | None,
@@ -98,11 +97,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     numbers = (causal, window, sinks, prefix, softcap, scale)
     spec = _spec(documents, alibi_slopes, sink_logit, numbers)
-    saved = AttentionOutput(out=out, lse=lse, entropy=entropy)
     upstream = chunked.Upstream(d_out, d_lse, d_entropy)
     with torch.autocast(q.device.type, enabled=False):
         gradients = chunked.backward(
-            q, k, v, spec, kv_lengths, saved, upstream, slope_gradient=slope_gradient
+            q, k, v, spec, kv_lengths, lse, entropy, upstream, slope_gradient=slope_gradient
         )
     return tuple(_or_empty(x, q) for x in gradients)  # type: ignore[return-value]
 
@@ -150,7 +148,7 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tens
 @_backward.register_fake
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     _, _, alibi_slopes, sink_logit, *_ = others
-    slope_gradient = others[10]
+    slope_gradient = others[9]
     batch, heads, n_rows, head_size = q.shape
     return (
         q.new_empty(batch, n_rows, heads, head_size).transpose(1, 2),
@@ -166,12 +164,12 @@ ALIBI_SLOPES, SINK_LOGIT, N_TENSORS, N_SPEC, N_ARGUMENTS = 5, 6, 7, 13, 15
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    out, lse, entropy, *others = output
+    _, lse, entropy, *others = output
     if not entropy.numel():
         others.append(entropy)
     ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:N_TENSORS], out, lse, entropy)
+    ctx.save_for_backward(*inputs[:N_TENSORS], lse, entropy)
     ctx.numbers = inputs[N_TENSORS:N_SPEC]
 
 

@@ -244,33 +244,24 @@ def document_ids(lengths: tuple[tuple[int, ...], ...]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def run(inputs: Inputs, backend: str, stats: Stats = ALL_STATS) -> dict[str, Tensor]:
+def run(inputs: Inputs, backend: str, stats: Stats | None = ALL_STATS) -> dict[str, Tensor]:
     """Everything a backend makes of the inputs: output, statistics, column mass, gradients.
 
     The gradients are of one loss over output, lse and entropy with fixed random coefficients.
+    Without statistics there are only the output and the gradients through it.
     """
-    output = attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.spec,
-        kv_lengths=inputs.kv_lengths,
-        stats=stats,
-        backend=backend,
-    )
+    q, k, v, spec, kv_lengths = inputs.q, inputs.k, inputs.v, inputs.spec, inputs.kv_lengths
+    output = attention(q, k, v, spec, kv_lengths=kv_lengths, stats=stats, backend=backend)
     results = {name: x for name, x in output._asdict().items() if x is not None}
-    results["column_mass"] = column_mass(
-        inputs.q,
-        inputs.k,
-        results["lse"],
-        inputs.spec,
-        kv_lengths=inputs.kv_lengths,
-        backend=backend,
-    )
-    leaves = inputs.leaves()
+    if output.lse is not None:
+        results["column_mass"] = column_mass(
+            q, k, output.lse, spec, kv_lengths=kv_lengths, backend=backend
+        )
     upstream = coefficients(output)
-    roots = [getattr(output, name) for name in upstream]
-    gradients = torch.autograd.grad(roots, list(leaves.values()), list(upstream.values()))
+    leaves = inputs.leaves()
+    gradients = torch.autograd.grad(
+        [results[name] for name in upstream], list(leaves.values()), list(upstream.values())
+    )
     results |= {f"d_{name}": x for name, x in zip(leaves, gradients, strict=True)}
     return {name: x.detach() for name, x in results.items()}
 
@@ -281,6 +272,8 @@ def coefficients(output: AttentionOutput) -> dict[str, Tensor]:
     upstream = {}
     for name in ("out", "lse", "entropy"):
         x = getattr(output, name)
+        if x is None:
+            continue
         draw = torch.randn(x.shape, generator=generator, dtype=torch.float64)
         upstream[name] = draw.to(torch.bfloat16).to(x.device, x.dtype)  # exact in every type
     return upstream

@@ -70,6 +70,19 @@ def test_other_statistics_carry_no_gradient(backend: str, name: str) -> None:
         torch.autograd.grad(getattr(output, name).sum(), inputs.q)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_see_nothing_get_zero_gradient_whatever_flows_back(backend: str) -> None:
+    """The square of lse has an infinite gradient where lse is -inf; it must not spread."""
+    inputs = make_inputs(Case(name="dead rows", T=6, S=4), torch.float32)
+    output = attention(inputs.q, inputs.k, inputs.v, inputs.spec, stats=ALL_STATS, backend=backend)
+    assert output.lse is not None
+    loss = output.lse.square().sum() + output.out.sum()
+    d_q, d_k, d_v = torch.autograd.grad(loss, [inputs.q, inputs.k, inputs.v])
+    assert (d_q[:, :, :2] == 0).all()
+    for gradient in (d_q, d_k, d_v):
+        assert gradient.isfinite().all()
+
+
 def test_double_backward_of_the_chunks_raises() -> None:
     inputs = make_inputs(square("causal", 9), torch.float64)
     output = attention(inputs.q, inputs.k, inputs.v, AttentionSpec(window=3), backend="sdpa")

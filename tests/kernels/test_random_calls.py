@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import Case, make_inputs
+from kernels.attention import Stats
+from tests.kernels.cases import ALL_STATS, Case, make_inputs
 from tests.kernels.test_parity import BACKENDS, assert_close
 
 
@@ -58,6 +59,12 @@ def document_lengths(draw: st.DrawFn, total: int) -> tuple[int, ...]:
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(case=random_cases(), dtype=st.sampled_from([torch.float64, torch.float32]))
-def test_any_call_agrees_with_the_definition(backend: str, case: Case, dtype: torch.dtype) -> None:
-    assert_close(backend, make_inputs(case, dtype))
+@given(
+    case=random_cases(),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    stats=st.sampled_from([ALL_STATS, None]),
+)
+def test_any_call_agrees_with_the_definition(
+    backend: str, case: Case, dtype: torch.dtype, stats: Stats | None
+) -> None:
+    assert_close(backend, make_inputs(case, dtype), stats)

@@ -51,11 +51,9 @@ class Attention(nn.Module):
         self.alibi = None
         if config.position == "alibi":
             self.alibi = FixedTable(partial(alibi_slopes, config.n_head))
+        self.sink_logit = None
         if config.sink_logit == "learned":
             self.sink_logit = nn.Parameter(torch.zeros(config.n_head))
-        else:
-            zero = torch.zeros(config.n_head) if config.sink_logit == "zero" else None
-            self.register_buffer("sink_logit", zero, persistent=False)
 
     def forward(
         self, x: Tensor, shared: Shared, stats: Stats | None = None
@@ -103,8 +101,15 @@ class Attention(nn.Module):
             documents=documents,
             alibi_slopes=None if self.alibi is None else self.alibi.weight,
             softcap=config.softcap or None,
-            sink_logit=None if self.sink_logit is None else self.sink_logit.float(),
+            sink_logit=self._sink_logits(),
         )
+
+    def _sink_logits(self) -> Tensor | None:
+        if self.sink_logit is not None:
+            return self.sink_logit.float()
+        if self.config.sink_logit == "zero":
+            return torch.zeros(self.config.n_head, device=self.q_proj.weight.device)
+        return None
 
     # --- the weights of one head, as the matrices of y = x W with row vectors x ---------------
 

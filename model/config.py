@@ -158,6 +158,11 @@ class ModelConfig:
             )
         if self.mask == "prefix" and self.prefix == 0:
             raise ValueError("model.mask=prefix needs model.prefix of at least 1")
+        if self.prefix >= self.context_length:
+            raise ValueError(
+                f"model.prefix={self.prefix} must be below "
+                f"model.context_length={self.context_length}: only what follows is predicted"
+            )
         if self.mask != "prefix" and self.prefix:
             raise ValueError(f"model.prefix={self.prefix} needs model.mask=prefix, not {self.mask}")
 

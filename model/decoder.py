@@ -71,19 +71,20 @@ class Decoder(nn.Module):
     def reset_parameters(self) -> None:
         """Draw fresh weights, as GPT-2 does (Radford et al. 2019, section 2.3).
 
-        Matrices are normal(0, init_std) and biases 0. The projections that write into the
-        residual stream are smaller by sqrt(2 · n_layer), the square root of how many there are,
-        so that the stream keeps its size whatever the depth.
+        Matrices are normal(0, init_std), gains of norms 1, biases and sink logits 0. The
+        projections that write into the residual stream are smaller by sqrt(2 · n_layer), the
+        square root of how many there are, so that the stream keeps its size whatever the depth.
         """
         std = self.config.init_std
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        for name, weight in self.named_parameters():
+        for name, parameter in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.normal_(weight, std=std / (2 * self.config.n_layer) ** 0.5)
+                nn.init.normal_(parameter, std=std / (2 * self.config.n_layer) ** 0.5)
+            elif parameter.ndim == 2:
+                nn.init.normal_(parameter, std=std)
+            elif name.endswith("norm.weight"):
+                nn.init.ones_(parameter)
+            else:
+                nn.init.zeros_(parameter)
 
     def forward(
         self,

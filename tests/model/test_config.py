@@ -41,6 +41,7 @@ from tests.model.tiny import OPTIONS, tiny_config
         ({"window_sinks": -1, "windows": [4]}, r"model\.window_sinks=-1 must be at least 0"),
         ({"softcap": -1.0}, r"model\.softcap=-1\.0 must be at least 0"),
         ({"mask": "prefix"}, r"model\.mask=prefix needs model\.prefix"),
+        ({"mask": "prefix", "prefix": 32}, r"prefix=32 must be below model\.context_length=32"),
         ({"prefix": 3}, r"model\.prefix=3 needs model\.mask=prefix"),
         ({"position": "rop"}, r"'rop' is not one of rope, .*; did you mean 'rope'\?"),
         ({"norm": "rms_norm"}, r"did you mean 'rmsnorm'\?"),

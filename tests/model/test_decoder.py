@@ -82,6 +82,25 @@ def test_initialisation_is_gpt2s():
     assert block.attn_norm.bias.eq(0).all()
 
 
+def test_a_model_built_without_memory_can_be_initialised_later():
+    config = tiny_config(**OPTIONS["all_at_once"])
+    with torch.device("meta"):
+        late = Decoder(config)
+    late.to_empty(device="cpu")
+    usual = Decoder(config)
+    for model in (late, usual):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7)
+        torch.manual_seed(0)
+        model.reset_parameters()
+    for (name, one), other in zip(late.named_parameters(), usual.parameters(), strict=True):
+        assert one.equal(other), name
+        assert not one.eq(7).any(), name
+    tokens = tiny_tokens(1, 8)
+    assert late.eval()(tokens).logits.equal(usual.eval()(tokens).logits)
+
+
 # --- loss ------------------------------------------------------------------------------------
 
 

@@ -83,6 +83,18 @@ def test_rows_that_see_nothing_get_zero_gradient_whatever_flows_back(backend: st
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_nan_is_made_on_the_way(backend: str) -> None:
+    """NaNs that a later mask would hide still stop a user who looks for them."""
+    inputs = make_inputs(Case(name="dead rows", T=6, S=4, logit_size=300.0), torch.float32)
+    with torch.autograd.set_detect_anomaly(True):
+        output = attention(
+            inputs.q, inputs.k, inputs.v, inputs.spec, stats=ALL_STATS, backend=backend
+        )
+        assert output.entropy is not None
+        (output.out.sum() + output.entropy.sum()).backward()
+
+
 def test_double_backward_of_the_chunks_raises() -> None:
     inputs = make_inputs(square("causal", 9), torch.float64)
     output = attention(inputs.q, inputs.k, inputs.v, AttentionSpec(window=3), backend="sdpa")

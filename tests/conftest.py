@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 # Set before any library reads them: no hub, no tracker account, no colours in captured output.
+# One thread per process: the models are tiny, and tests share the cores among processes instead.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("MPLBACKEND", "Agg")

@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.prepare import Prepared, prepare
 from data.windows import WindowOrder, Windows
+from kernels.attention import pick_backend
 from model.decoder import Decoder
 from model.size import training_flops_per_token
 from training.config import (
@@ -127,6 +128,7 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
         start_note += f" with {', '.join(changed)}" if changed else ""
     check_config(config, ranks.world)
     device = resolve_device(config.device, ranks)
+    pick_backend(device, config.attention.backend)  # refuses one that cannot run here
     dtype = resolve_dtype(config.dtype, device)
     ranks.connect(device)
     if resume is not None:

@@ -34,9 +34,21 @@ NO_STATS = Stats()
 BACKENDS = ("auto", "eager", "sdpa", "triton")
 
 
-def pick_backend(device: torch.device) -> str:
-    """Which backend "auto" stands for on this device."""
-    return "sdpa"
+def pick_backend(device: torch.device, backend: str = "auto") -> str:
+    """Return the backend that runs on `device` under this name; "auto" takes the fastest there.
+
+    Raises:
+        ValueError: the name is unknown, or that backend cannot run on this device.
+    """
+    if backend == "auto":
+        return "sdpa"
+    if backend == "triton":
+        raise ValueError("attention backend 'triton' is not available yet; use 'sdpa' or 'eager'")
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"unknown attention backend {backend!r}; choose from {', '.join(BACKENDS)}"
+        )
+    return backend
 
 
 def attention(
@@ -117,11 +129,4 @@ def column_mass(
 
 def _module(backend: str, device: torch.device) -> ModuleType:
     """The module of a backend, or of the one that "auto" stands for."""
-    name = pick_backend(device) if backend == "auto" else backend
-    if name == "sdpa":
-        return sdpa
-    if name == "eager":
-        return eager
-    if name == "triton":
-        raise ValueError("attention backend 'triton' is not available yet; use 'sdpa' or 'eager'")
-    raise ValueError(f"unknown attention backend {name!r}; choose from {', '.join(BACKENDS)}")
+    return {"eager": eager, "sdpa": sdpa}[pick_backend(device, backend)]

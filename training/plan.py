@@ -50,9 +50,7 @@ def describe_start(config: Config, *, device: torch.device, dtype: torch.dtype, 
     """Return the lines that say what is about to be trained, and how."""
     model, train = config.model, config.train
     tokens_per_step = train.batch_size * model.context_length
-    attention = config.attention.backend
-    if attention == "auto":
-        attention = f"auto, which is {pick_backend(device)} here"
+    backend = pick_backend(device, config.attention.backend)
     name = str(dtype).removeprefix("torch.")
     return (
         f"{config.name}: {parameter_count(model):,} parameters, "
@@ -60,7 +58,7 @@ def describe_start(config: Config, *, device: torch.device, dtype: torch.dtype, 
         f"{training_flops_per_token(model):,.0f} in training\n"
         f"{train.max_steps:,} steps of {tokens_per_step:,} tokens = "
         f"{train.max_steps * tokens_per_step:,} tokens; seed {config.seed}\n"
-        f"device {device_name(device)}, {name}, {world} rank(s); attention {attention}"
+        f"device {device_name(device)}, {name}, {world} rank(s); attention {backend}"
     )
 
 

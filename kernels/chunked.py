@@ -78,9 +78,8 @@ def backward(
     lse, d_out, delta, d_entropy = _row_terms(lse, entropy, upstream, v.shape[3])
     d_q = _rows_first(call, q.shape[3])
     d_keys, d_values = torch.zeros_like(call.keys), torch.zeros_like(values)
-    d_slopes = None
-    if slope_gradient and spec.alibi_slopes is not None:
-        d_slopes = torch.zeros_like(spec.alibi_slopes)
+    slopes = spec.alibi_slopes if slope_gradient else None
+    d_slopes = None if slopes is None else torch.zeros_like(slopes, dtype=call.dtype)
 
     for chunk in chunks(spec, q, k, kv_lengths):
         at = chunk.rows
@@ -110,7 +109,7 @@ def backward(
         q=d_q.mul_(call.scale).to(q.dtype),
         k=d_keys.view(k.shape).to(k.dtype),
         v=d_values.view(v.shape).to(v.dtype),
-        alibi_slopes=d_slopes,
+        alibi_slopes=None if d_slopes is None or slopes is None else d_slopes.to(slopes.dtype),
         sink_logit=_sink_logit_gradient(spec.sink_logit, lse, delta, d_entropy),
     )
 

@@ -115,3 +115,20 @@ def test_frozen_inputs_get_no_gradient(backend: str) -> None:
     full = attention(inputs.q, inputs.k, inputs.v, inputs.spec, backend=backend)
     (expected,) = torch.autograd.grad(full.out.sum(), inputs.q)
     assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_learned_vectors_in_half_precision_get_gradients_of_their_own_type(backend: str) -> None:
+    """A whole model cast to bfloat16 casts its sink logits too."""
+    inputs = make_inputs(square("causal", 40, slopes=True, sink_logit="learned"), torch.bfloat16)
+    names = ("alibi_slopes", "sink_logit")
+    rounded = {name: inputs.leaves()[name].detach().bfloat16() for name in names}
+    gradients = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = {name: x.to(dtype).requires_grad_() for name, x in rounded.items()}
+        spec = replace(inputs.spec, **leaves)
+        out = attention(inputs.q, inputs.k, inputs.v, spec, backend=backend).out
+        gradients[dtype] = torch.autograd.grad(out.square().sum(), list(leaves.values()))
+    for half, full in zip(gradients[torch.bfloat16], gradients[torch.float32], strict=True):
+        assert half.dtype == torch.bfloat16
+        torch.testing.assert_close(half, full.bfloat16())

@@ -194,11 +194,6 @@ def check_config(config: Config, world: int = 1) -> None:
             "model.mask=bidirectional lets every token see its own target: train with "
             "model.mask=causal or model.mask=prefix"
         )
-    if model.mask == "prefix" and model.prefix >= model.context_length:
-        raise UserError(
-            f"model.prefix={model.prefix} leaves no token to predict in a context of "
-            f"model.context_length={model.context_length}"
-        )
     micro = train.micro_batch_size or 1
     if train.batch_size % (world * micro):
         raise UserError(

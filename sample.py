@@ -120,15 +120,10 @@ def use_one_core_if_small(model: "Decoder") -> None:
 def load_tokenizer(run: Path, checkpoint: "Checkpoint") -> "Tokenizer":
     """Load the run's tokenizer; refuse another one than the model was trained with."""
     from data.tokenizers import Tokenizer
+    from model.load import check_tokenizer
 
-    path = run / "tokenizer.json"
-    tokenizer = Tokenizer.load(path)
-    trained_with = checkpoint.state.get("tokenizer_sha256")
-    if tokenizer.sha256 != trained_with:
-        raise ValueError(
-            f"{path} is not the tokenizer this model was trained with: its sha256 begins with "
-            f"{tokenizer.sha256[:12]}, the checkpoint has {str(trained_with)[:12]}"
-        )
+    tokenizer = Tokenizer.load(run / "tokenizer.json")
+    check_tokenizer(checkpoint, tokenizer.sha256)
     return tokenizer
 
 

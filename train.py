@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import hydra
 import torch
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -30,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data.prepare import Prepared, prepare
 from data.windows import WindowOrder, Windows
 from kernels.attention import pick_backend
+from model.checkpoint import resolve_run
 from model.decoder import Decoder
 from model.size import training_flops_per_token
 from training.config import (
@@ -51,7 +53,7 @@ from training.devices import (
     resolve_dtype,
     seed_everything,
 )
-from training.distributed import Ranks, StopFlag
+from training.distributed import RankFailedError, Ranks, StopFlag
 from training.evaluate import Evaluation, evaluate
 from training.optim import Optimizers, build_optimizers
 from training.plan import describe_plan, describe_start
@@ -90,6 +92,7 @@ class Session:
     counters: Counters
     run: Path
     records: Records
+    meter: Meter
     log: RunLog
 
 
@@ -105,11 +108,16 @@ def train(config: Config, overrides: list[str]) -> float:
         UserError: for anything a user can set wrong, before a step is taken.
         NonFiniteError: when the loss or its gradient stops being a number.
     """
-    with Ranks.from_environment() as ranks, StopFlag() as stop:
+    with setting_up(Ranks.from_environment)() as ranks, StopFlag() as stop:
         session = set_up(config, overrides, ranks)
         if session is None:
             return math.nan
-        run_loop(session, ranks, stop)
+        with session.records:
+            last, stop_signal = run_loop(session, ranks, stop)
+        if stop_signal is not None:
+            sys.exit(128 + signal.Signals[stop_signal])
+        if ranks.is_main:
+            report(session, last)
         best = session.counters.best_loss
         return math.nan if best is None else best
 
@@ -118,18 +126,18 @@ def train(config: Config, overrides: list[str]) -> float:
 def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None:
     """Build everything in the order in which mistakes can show; None after a dry run."""
     # Which run is this, and where does it compute?
-    log = RunLog()
-    if not ranks.is_main:
-        log.stream = open(os.devnull, "w")  # rank 0 speaks for all  # noqa: SIM115
+    log = RunLog(stream=None if ranks.is_main else open(os.devnull, "w"))  # noqa: SIM115
     resume, dry_run = config.resume, config.dry_run
     folder, start_note = find_resumed_run(config)
     if folder is not None:
-        config, changed = resumed_config(folder, overrides)
+        config, changed = resumed_config(folder, config, overrides)
         start_note += f" with {', '.join(changed)}" if changed else ""
     check_config(config, ranks.world)
     device = resolve_device(config.device, ranks)
     pick_backend(device, config.attention.backend)  # refuses one that cannot run here
     dtype = resolve_dtype(config.dtype, device)
+    if config.init_from is not None:
+        resolve_run(config.init_from)  # refuses a mistyped path before the text is prepared
     ranks.connect(device)
     if resume is not None:
         log.note(start_note)
@@ -180,11 +188,9 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
         folder = create_run_folder(config.runs_dir, config.name)
     run = ranks.broadcast_object(folder)
     assert run is not None
-    records = Records(run, config, counters.step, tracker_id, is_main=ranks.is_main, log=log)
     if ranks.is_main:
         text.tokenizer.save(run / "tokenizer.json")
         leave_later_checkpoints(run, counters.step, log.note)
-    log.note(f"run folder {run}")
     return Session(
         config=config,
         device=device,
@@ -198,14 +204,20 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
         scaler=scaler,
         counters=counters,
         run=run,
-        records=records,
+        records=Records(run, config, counters.step, tracker_id, is_main=ranks.is_main, log=log),
+        meter=Meter(),
         log=log,
     )
 
 
-def run_loop(session: Session, ranks: Ranks, stop: StopFlag) -> None:
-    """Train: learning rate, micro-steps, clip, step, log, evaluate, save; then report."""
-    s, settings, counters, log = session, session.config.train, session.counters, session.log
+def run_loop(
+    session: Session, ranks: Ranks, stop: StopFlag
+) -> tuple[Evaluation | None, str | None]:
+    """Train: learning rate, micro-steps, clip, step, log, evaluate, save.
+
+    Returns the last evaluation, and the name of the signal that ended the loop early, if one did.
+    """
+    s, settings, counters, meter = session, session.config.train, session.counters, session.meter
     context = s.config.model.context_length
     precision = partial(autocast, s.device, s.dtype)
     per_rank = settings.batch_size // ranks.world
@@ -214,8 +226,7 @@ def run_loop(session: Session, ranks: Ranks, stop: StopFlag) -> None:
     peak = peak_flops(device_name(s.device), s.dtype, settings.peak_tflops)
     wrapped = ranks.wrap(s.model, s.device)
     guard = StepGuard(settings.max_skipped_steps)
-    bar = Progress(settings.max_steps, counters.step, every=10 * settings.log_every, log=log)
-    meter = Meter()
+    bar = Progress(settings.max_steps, counters.step, every=10 * settings.log_every, log=s.log)
 
     def evaluate_now() -> Evaluation:
         with meter.paused():
@@ -250,71 +261,80 @@ def run_loop(session: Session, ranks: Ranks, stop: StopFlag) -> None:
                 log=bar.note,
             )
 
-    with s.records:
-        final = evaluate_now() if counters.step == 0 else None
-        stop_signal, ended_early = None, False
-        while counters.step < settings.max_steps and stop_signal is None and not ended_early:
-            lr = s.optimizers.set_lr(
-                lr_multiplier(counters.step, s.config.optim, settings.max_steps)
-            )
-            indices = s.order.next_indices(settings.batch_size)
-            mine = indices[ranks.rank * per_rank : (ranks.rank + 1) * per_rank]
-            batches = [
-                s.train_windows.batch(mine[first : first + micro])
-                for first in range(0, per_rank, micro)
-            ]
-            result = take_step(
-                wrapped,
-                s.optimizers,
-                s.scaler,
-                batches,
-                config=s.config.model,
-                device=s.device,
-                autocast=precision,
-                ranks=ranks,
-            )
-            guard.check(
-                result, step=counters.step, lr=lr, windows=indices, scaler=s.scaler, log=bar.note
-            )
-            counters.count_step(result.tokens)
-            meter.add(settings.batch_size * context)
+    meter.start()
+    last = None
+    if counters.step == 0:
+        last = evaluate_now()
+        save_now()  # so that the best checkpoint exists from the start, and a full disk shows now
+    stop_signal, ended_early = None, False
+    while counters.step < settings.max_steps and stop_signal is None and not ended_early:
+        lr = s.optimizers.set_lr(lr_multiplier(counters.step, s.config.optim, settings.max_steps))
+        indices = s.order.next_indices(settings.batch_size)
+        mine = indices[ranks.rank * per_rank : (ranks.rank + 1) * per_rank]
+        batches = [
+            s.train_windows.batch(mine[first : first + micro])
+            for first in range(0, per_rank, micro)
+        ]
+        result = take_step(
+            wrapped,
+            s.optimizers,
+            s.scaler,
+            batches,
+            config=s.config.model,
+            device=s.device,
+            autocast=precision,
+            ranks=ranks,
+        )
+        guard.check(
+            result, step=counters.step, lr=lr, windows=indices, scaler=s.scaler, log=bar.note
+        )
+        counters.count_step(result.tokens)
+        meter.add(settings.batch_size * context)
 
-            step, speed = counters.step, meter.tokens_per_s()
-            bar.update(step, result.loss, lr, speed)
-            if step % settings.log_every == 0:
-                values = {
-                    "train/loss": result.loss,
-                    "train/lr": lr,
-                    "train/grad_norm": result.grad_norm,
-                    "train/tokens_per_s": speed,
-                    "train/tokens": counters.tokens,
-                    "train/epoch": s.order.epoch,
-                }
-                utilisation = mfu(speed, flops, peak, ranks.world)
-                if utilisation is not None:
-                    values["train/mfu"] = utilisation
-                s.records.add(step, values)
+        step, speed = counters.step, meter.tokens_per_s()
+        bar.update(step, result.loss, lr, speed)
+        if step % settings.log_every == 0:
+            values = {
+                "train/loss": result.loss,
+                "train/lr": lr,
+                "train/grad_norm": result.grad_norm,
+                "train/tokens_per_s": speed,
+                "train/tokens": counters.tokens,
+                "train/epoch": s.order.epoch,
+            }
+            utilisation = mfu(speed, flops, peak, ranks.world)
+            if utilisation is not None:
+                values["train/mfu"] = utilisation
+            s.records.add(step, values)
 
-            is_last = step == settings.max_steps
-            if is_last or step % settings.eval_every == 0:
-                final = evaluate_now()
-                ended_early = counters.out_of_patience(settings.patience)
-            stop_signal = stop.agreed(ranks)
-            is_due = step == counters.best_step or step % settings.checkpoint_every == 0
-            if is_due or is_last or ended_early or stop_signal:
-                save_now()
-        if ended_early:
-            bar.note(f"ended early: no new best in {settings.patience} evaluations")
-        bar.close()
-        s.records.status = "preempted" if stop_signal else "done"
-
+        is_last = step == settings.max_steps
+        if is_last or step % settings.eval_every == 0:
+            last = evaluate_now()
+            ended_early = counters.out_of_patience(settings.patience)
+        stop_signal = stop.agreed(ranks)
+        is_due = step == counters.best_step or step % settings.checkpoint_every == 0
+        if is_due or is_last or ended_early or stop_signal:
+            save_now()
+    if ended_early:
+        bar.note(f"ended early: no new best in {settings.patience} evaluations")
+    if last is None and stop_signal is None:
+        last = evaluate_now()  # a resumed run that had nothing left to do
+    bar.close()
+    s.records.tracker.summary(
+        {"best/val_loss": counters.best_loss, "best/step": counters.best_step}
+    )
     if stop_signal:
-        log.note(f"stopped by {stop_signal} after step {counters.step}; go on with resume={s.run}")
-        sys.exit(128 + signal.Signals[stop_signal])
-    if ranks.is_main:
-        draw_plots(s.run, log.note)
-        samples = sample_texts(s.model, s.text.tokenizer, settings, s.config.seed)
-        log.note(describe_end(s.run, counters, final, samples, meter))
+        s.log.note(f"stopped by {stop_signal} after step {counters.step}; resume={s.run}")
+    s.records.status = "preempted" if stop_signal else "done"
+    return last, stop_signal
+
+
+def report(session: Session, last: Evaluation | None) -> None:
+    """Say what came of it: plots, samples, the numbers that matter."""
+    s = session
+    draw_plots(s.run, s.log.note)
+    samples = sample_texts(s.model, s.text.tokenizer, s.config.train, s.config.seed)
+    s.log.note(describe_end(s.run, s.counters, last, samples, s.meter))
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -330,8 +350,14 @@ def _compose_and_train(composed: DictConfig) -> float:
 
 
 def fail(error: Exception) -> NoReturn:
-    """End with one line for the user and no traceback."""
-    print(f"error: {explain(error)}", file=sys.stderr)
+    """End with one line for the user and no traceback; what all ranks have to say, one says."""
+    said_by_all = not torch.distributed.is_initialized()
+    if isinstance(error.__cause__, RankFailedError) or (said_by_all and "RANK" in os.environ):
+        said = os.environ.get("RANK") != "0"
+    else:
+        said = False
+    if not said:
+        print(f"error: {explain(error)}", file=sys.stderr)
     sys.exit(2 if isinstance(error, UserError) else 1)
 
 
@@ -340,7 +366,7 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come back here and become one line
     keep_hydra_working()
     try:
-        check_command_line(sys.argv[1:])
+        check_command_line(sys.argv[1:], HydraConf.__dataclass_fields__)
         _compose_and_train()
     except (UserError, NonFiniteError) as error:
         fail(error)

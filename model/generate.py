@@ -49,12 +49,16 @@ class Report:
 
     def __str__(self) -> str:
         text = (
-            f"read {self.prompt_tokens} tokens in {self.prefill_seconds:.3f} s, "
-            f"produced {self.produced_tokens}"
+            f"read {self.prompt_tokens} tokens in {self.prefill_seconds:.3f} s"
+            f"{_rate(self.prefill_tokens_per_s)}, produced {self.produced_tokens}"
         )
         if self.decode_tokens_per_s is None:
             return text
-        return f"{text} in {self.decode_seconds:.3f} s ({self.decode_tokens_per_s:,.0f} tokens/s)"
+        return f"{text} in {self.decode_seconds:.3f} s{_rate(self.decode_tokens_per_s)}"
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f" ({tokens_per_s:,.0f} tokens/s)"
 
 
 class Generator:
@@ -351,7 +355,6 @@ class _Context:
 
     def _last_logits(self, tokens: Tensor, cache: FullCache | None = None) -> Tensor:
         logits = self._forward(tokens, cache=cache, only_last=True).logits  # (B, 1, V)
-        assert logits is not None
         return logits[:, -1]
 
     def _new_cache(self, batch: int, capacity: int) -> FullCache:

@@ -54,6 +54,22 @@ def load_model(
     return model.to(device=device, dtype=dtype).eval(), checkpoint
 
 
+def check_tokenizer(checkpoint: Checkpoint, sha256: str) -> None:
+    """Refuse a tokenizer that is not the one a checkpoint was trained with.
+
+    Raises:
+        CheckpointError: in one line, with the beginning of both hashes.
+    """
+    trained_with = checkpoint.state.get("tokenizer_sha256")
+    if trained_with is None:
+        raise CheckpointError(f"the state of {checkpoint.path} has no tokenizer_sha256")
+    if trained_with != sha256:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with another tokenizer: its sha256 begins with "
+            f"{trained_with[:12]}, that of the tokenizer at hand with {sha256[:12]}"
+        )
+
+
 def _choose(name: Path, which: str | int, log: Callable[[str], None]) -> Checkpoint:
     """Load the model's part of the checkpoint asked for."""
     if isinstance(which, str) and which not in ("best", "last"):

@@ -268,7 +268,7 @@ def test_a_prompt_that_cannot_be_read_is_one_line(refused, tmp_path: Path) -> No
 def test_another_tokenizer_is_refused(refused, tmp_path: Path) -> None:
     changed = make_run(tmp_path / "changed")
     build_tokenizer(TokenizerConfig(kind="char"), ["abc"], []).save(changed / "tokenizer.json")
-    assert "is not the tokenizer this model was trained with" in refused(at=changed)
+    assert "was trained with another tokenizer" in refused(at=changed)
     (changed / "tokenizer.json").unlink()
     assert "no such tokenizer file" in refused(at=changed)
 

@@ -181,7 +181,7 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path):
     run = metrics.parent
     assert read_status(run) == "preempted"
     step = load_checkpoint(list_checkpoints(run)[-1]).step
-    assert f"stopped by SIGTERM after step {step}; go on with resume={run}" in out
+    assert f"stopped by SIGTERM after step {step}; resume={run}" in out
     code, out, err = command(tmp_path, "resume=latest", f"train.max_steps={step + 2}")
     assert code == 0, err
     assert read_status(run) == "done"

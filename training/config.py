@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,6 +25,7 @@ from kernels.attention import BACKENDS
 from kernels.spec import PRECISIONS
 from model.config import ModelConfig
 from training.choices import check_choice, check_range, nearest
+from training.devices import COMPILE_MODES
 from training.optim import OptimConfig
 from training.tracking import TrackerConfig
 
@@ -127,6 +128,15 @@ class Config:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
+    def __post_init__(self) -> None:
+        """Raise on a name that is none of its choices, or that cannot be a folder's."""
+        self.compile = self.compile.lower()  # an unquoted true arrives as "True"
+        check_choice("compile", self.compile, COMPILE_MODES)
+        if not re.fullmatch(r"[A-Za-z0-9._=,+-]+", self.name):
+            raise UserError(
+                f"name={self.name!r} becomes a folder name: use letters, digits and . _ = , + -"
+            )
+
 
 # ---------------------------------------------------------------------------------------------
 # From Hydra's composition to a checked Config
@@ -178,12 +188,7 @@ def check_config(config: Config, world: int = 1) -> None:
     Raises:
         UserError: naming the values that contradict each other and the knob that mends it.
     """
-    model, train, data = config.model, config.train, config.data
-    check_choice("compile", config.compile, ("auto", "true", "false"))
-    if not re.fullmatch(r"[A-Za-z0-9._=,+-]+", config.name):
-        raise UserError(
-            f"name={config.name!r} becomes a folder name: use letters, digits and . _ = , + -"
-        )
+    model, train = config.model, config.train
     if config.resume is not None and config.init_from is not None:
         raise UserError(
             f"resume={config.resume} continues a run and init_from={config.init_from} starts a new "
@@ -200,11 +205,6 @@ def check_config(config: Config, world: int = 1) -> None:
             f"train.batch_size={train.batch_size} does not divide over {world} rank(s) into "
             f"micro-batches of train.micro_batch_size={micro}: make it a multiple of "
             f"{world * micro}"
-        )
-    if data.mode == "bos_aligned" and config.tokenizer.kind in ("char", "byte"):
-        raise UserError(
-            f"data.mode=bos_aligned needs a tokenizer with a BOS token and "
-            f"tokenizer.kind={config.tokenizer.kind} has none: use tokenizer=bpe"
         )
     config.optim.check(train.max_steps)
 
@@ -289,8 +289,11 @@ _HYDRA_FLAGS = (
 )
 
 
-def check_command_line(arguments: list[str]) -> None:
-    """Refuse what Hydra would explain badly: ``--flag value``, and a number as a group's choice.
+def check_command_line(arguments: list[str], hydra_settings: Iterable[str]) -> None:
+    """Refuse what Hydra would accept in silence or explain badly.
+
+    That is ``--flag value``, a number as a group's choice, and a setting under ``hydra.`` that is
+    not one of `hydra_settings`.
 
     Raises:
         UserError: naming the ``key=value`` that was probably meant.
@@ -298,8 +301,12 @@ def check_command_line(arguments: list[str]) -> None:
     settings = Config()
     parts = [f.name for f in dataclasses.fields(Config)]
     groups = ["experiment", *(n for n in parts if dataclasses.is_dataclass(getattr(settings, n)))]
+    known = list(hydra_settings)
     for argument in arguments:
         flag, _, value = argument.partition("=")
+        parent, _, child = flag.lstrip("+~").partition(".")
+        if parent == "hydra" and child.partition(".")[0] not in known:
+            raise UserError(f"{flag} is not a setting of Hydra{nearest(child, known)}")
         if flag in groups and re.fullmatch(r"[+-]?(\d[\d.e+-]*|nan|inf)|true|false", value):
             raise UserError(f"{argument} does not exist: the choices are files in configs/{flag}/")
         if not flag.startswith("--") or flag in _HYDRA_FLAGS:

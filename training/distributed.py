@@ -39,6 +39,10 @@ _SYNC_BUFFERS = (
 )
 
 
+class RankFailedError(OSError):
+    """Another rank has failed, and says why itself."""
+
+
 class Ranks:
     """The processes of this run, and what they say to each other.
 
@@ -148,16 +152,12 @@ class Ranks:
         torch.distributed.all_gather_object(values, value)
         return values
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.all_reduce_sum([0.0])
-
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """Run the block on rank 0, then on the others, which find what it has prepared.
 
         Raises:
-            RuntimeError: on the others, when the block failed on rank 0 (which raises its own
+            RankFailedError: on the others, when the block failed on rank 0 (which raises its own
                 error), so that nobody waits for a file that will not come.
         """
         if self.is_main:
@@ -169,7 +169,7 @@ class Ranks:
                 self.broadcast_object(done)
         else:
             if not self.broadcast_object(True):
-                raise RuntimeError(f"rank {self.rank} stops because rank 0 failed")
+                raise RankFailedError(f"rank {self.rank} stops because rank 0 failed")
             yield
 
     # --- Training together ------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from data.tokenizers import Tokenizer
 from data.windows import IGNORE, Windows
 from model.checkpoint import resolve_run
 from model.decoder import Decoder, counted_targets
-from model.load import load_model
+from model.load import check_tokenizer, load_model
+from training.choices import check_range
 from training.config import from_dict
 from training.devices import autocast as autocast_context
 from training.devices import resolve_device, resolve_dtype
@@ -36,7 +37,10 @@ from training.run_folder import read_config
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result over `tokens` counted targets in `windows` windows; loss in nats per token."""
+    """The result over `tokens` counted targets in `windows` windows; loss in nats per token.
+
+    Where no target counts there is no loss: it is NaN.
+    """
 
     loss: float
     bits_per_byte: float
@@ -118,7 +122,7 @@ def evaluate(
     model.train(was_training)
     nats, total, total_bytes = ranks.all_reduce_sum([nats, tokens, n_bytes])
     return Evaluation(
-        loss=nats / total,
+        loss=nats / total if total else math.nan,
         bits_per_byte=nats / math.log(2) / total_bytes if total_bytes else math.nan,
         tokens=int(total),
         windows=len(chosen),
@@ -147,14 +151,15 @@ def evaluate_run(
     Raises:
         ValueError, FileNotFoundError: when the run, its text or its tokenizer is not as it was.
     """
+    if limit is not None:
+        check_range("--windows", limit, 1)
     config = from_dict(read_config(resolve_run(name)))
     where = resolve_device(device)
     precision = partial(autocast_context, where, resolve_dtype(dtype, where))
     model, checkpoint = load_model(name, which=which, device=where)
     context = model.config.context_length
     text = prepare(config.data, config.tokenizer, context_length=context, log=log)
-    if text.tokenizer.sha256 != checkpoint.state["tokenizer_sha256"]:
-        raise ValueError(f"{name} was trained with another tokenizer than its text gives now")
+    check_tokenizer(checkpoint, text.tokenizer.sha256)
     train = config.train
     found = evaluate(
         model,

@@ -47,6 +47,7 @@ class Records:
         if not is_main:
             return
         log.write_to(run / "log.txt")
+        log.note(f"run folder {run}")
         write_config(run, config)
         write_status(run, "running")
         point_latest(run)

@@ -11,6 +11,7 @@ runs/2026-01-31_12-00-00-NAME/
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from model.checkpoint import (
     resolve_run,
     set_aside_after,
 )
+from model.load import check_tokenizer
 from training.config import Config, UserError, as_plain, from_dict, to_dict
 
 
@@ -68,14 +70,37 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def write_status(run: Path, status: str) -> None:
-    """Record how the run stands: running, preempted (resume it), done or failed."""
-    write_atomically(run / "status", f"{status}\n")
+    """Record how the run stands: running, preempted (resume it), done or failed.
+
+    The second word says where: while a run is going, its machine and process.
+    """
+    place = f" {socket.gethostname()}:{os.getpid()}" if status == "running" else ""
+    write_atomically(run / "status", f"{status}{place}\n")
 
 
 def read_status(run: Path) -> str:
     """Return the recorded status, or ``unknown``."""
+    return _status_words(run)[0]
+
+
+def is_being_trained(run: Path) -> bool:
+    """Whether a process of this machine is training the run now."""
+    status, _, place = " ".join(_status_words(run)).partition(" ")
+    host, _, number = place.rpartition(":")
+    if status != "running" or host != socket.gethostname() or int(number) == os.getpid():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it exists and is another user's
+        pass
+    return True
+
+
+def _status_words(run: Path) -> list[str]:
     path = run / "status"
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"
+    return (path.read_text(encoding="utf-8").split() if path.is_file() else []) or ["unknown"]
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -85,11 +110,15 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+# What a checkpoint is made of: a resumed run has the same, or it is another run.
+FIXED = ("model", "data", "tokenizer", "seed", "name", "init_from")
+
+
 def find_resumed_run(config: Config) -> tuple[Path | None, str]:
     """Return the run that ``resume`` means, or None for a fresh start, and why in one line.
 
-    ``auto`` continues the newest unfinished run of the same name that has a checkpoint; `latest`
-    and a path must name a run that has one.
+    ``auto`` continues the newest unfinished run of the same name, model, data and seed that has a
+    checkpoint and that nobody is training; `latest` and a path must name a run that can go on.
 
     Raises:
         UserError: when `latest` or a path names nothing that can be resumed.
@@ -97,17 +126,11 @@ def find_resumed_run(config: Config) -> tuple[Path | None, str]:
     if config.resume is None:
         return None, "fresh start"
     if config.resume == "auto":
-        candidates = sorted(Path(config.runs_dir).resolve().glob("*/config.yaml"), reverse=True)
-        for path in candidates:
+        for path in sorted(Path(config.runs_dir).resolve().glob("*/config.yaml"), reverse=True):
             run = path.parent
-            if read_status(run) == "done" or read_config(run).get("name") != config.name:
-                continue
-            if list_checkpoints(run):
+            if _can_go_on(run, config):
                 return run, f"resume=auto: continuing {run} ({read_status(run)})"
-        return (
-            None,
-            f"resume=auto: no unfinished run named {config.name} has a checkpoint, so fresh",
-        )
+        return None, f"resume=auto: no unfinished run like this one, {config.name}, so fresh"
     name = Path(config.runs_dir) / "latest" if config.resume == "latest" else Path(config.resume)
     try:
         run = resolve_run(name)
@@ -117,41 +140,69 @@ def find_resumed_run(config: Config) -> tuple[Path | None, str]:
         raise UserError(
             f"resume={config.resume}: {run} has no checkpoint; resume=auto would start fresh"
         )
+    if is_being_trained(run):
+        raise UserError(f"resume={config.resume}: {run} is being trained by another process")
     return run, f"resuming {run}"
 
 
-def resumed_config(run: Path, overrides: list[str]) -> tuple[Config, list[str]]:
-    """Return the run's own configuration with command-line overrides on top, and their list.
+def _can_go_on(run: Path, config: Config) -> bool:
+    """Whether ``resume=auto`` may continue this run."""
+    if read_status(run) == "done" or is_being_trained(run) or not list_checkpoints(run):
+        return False
+    try:
+        saved = read_config(run)
+    except Exception:  # a stranger, or damaged in one of YAML's many ways: not ours to continue
+        return False
+    wanted = to_dict(config)
+    return not any(_differs(part, saved, wanted) for part in FIXED)
+
+
+def _differs(key: str, saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether a setting, or a group of them, is not the same in both configurations.
+
+    A vocabulary size of 0 asks for the tokenizer's, whatever that was.
+    """
+    old, new = (OmegaConf.select(OmegaConf.create(plain), key) for plain in (saved, wanted))
+    if key == "model":
+        old, new = dict(old), dict(new)
+        if 0 in (old["vocab_size"], new["vocab_size"]):
+            old["vocab_size"] = new["vocab_size"] = 0
+    return bool(old != new)
+
+
+def resumed_config(run: Path, composed: Config, overrides: list[str]) -> tuple[Config, list[str]]:
+    """Return the run's own configuration with command-line overrides on top, and what changed.
+
+    An override that asks for what the run has already changes nothing, so a job can be started
+    again with the command line that began it.
 
     Args:
         run: the run being resumed.
-        overrides: ``key=value`` items of the command line.
+        composed: what the command line alone would have configured.
+        overrides: its ``key=value`` items.
 
     Raises:
-        UserError: for a group choice such as ``model=small`` or a change of what the checkpoint
-            is made of (model, data, tokenizer, seed).
+        UserError: for a change of what the checkpoint is made of (`FIXED`).
     """
-    saved = read_config(run)
+    saved, wanted = read_config(run), to_dict(composed)
     plain = OmegaConf.create(saved)
-    applied = []
+    changed = []
     for item in overrides:
-        key, _, value = item.lstrip("+").partition("=")
-        if key in ("resume", "dry_run", "runs_dir"):
-            continue
-        if isinstance(saved.get(key), dict) or key == "experiment":
-            raise UserError(
-                f"{item}: a resumed run keeps its own configuration; override single values such "
-                f"as train.max_steps=5000, or start a new run with init_from={run}"
-            )
+        key = item.lstrip("+").partition("=")[0]
         root = key.partition(".")[0]
-        if root in ("model", "data", "tokenizer", "seed", "name", "init_from"):
-            raise UserError(
-                f"{item}: {key} is part of what the checkpoint is and cannot change on resume; "
-                f"start a new run with init_from={run}"
-            )
-        plain.merge_with_dotlist([f"{key}={value}"])
-        applied.append(item)
-    return from_dict({**as_plain(plain), "resume": str(run), "dry_run": False}), applied
+        if root in ("resume", "dry_run", "runs_dir"):
+            continue
+        fixed = [part for part in FIXED if root == "experiment"] or [key]
+        for part in fixed:
+            if part.partition(".")[0] in FIXED and _differs(part, saved, wanted):
+                raise UserError(
+                    f"{item}: {part} is part of what the checkpoint is and cannot change on "
+                    f"resume; start a new run with init_from={run}"
+                )
+        if root not in (*FIXED, "experiment") and _differs(key, as_plain(plain), wanted):
+            OmegaConf.update(plain, key, OmegaConf.select(OmegaConf.create(wanted), key))
+            changed.append(item)
+    return from_dict({**as_plain(plain), "resume": str(run), "dry_run": False}), changed
 
 
 def open_resumed_run(
@@ -168,11 +219,7 @@ def open_resumed_run(
         checkpoint = newest_valid(run, log)
     if checkpoint is None:
         raise UserError(f"resume: every checkpoint of {run} is damaged")
-    if checkpoint.state["tokenizer_sha256"] != tokenizer_sha256:
-        raise UserError(
-            f"resume: {run} was trained with another tokenizer than its data now gives; has the "
-            "text changed?"
-        )
+    check_tokenizer(checkpoint, tokenizer_sha256)
     return checkpoint
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from data.windows import WindowOrder
 from model.checkpoint import Checkpoint, CheckpointError, mark_best, prune, save_checkpoint
 from model.decoder import Decoder
-from model.load import load_model
+from model.load import check_tokenizer, load_model
 from training.distributed import Ranks
 from training.optim import Optimizers
 
@@ -65,13 +65,9 @@ def initial_weights(name: str, model: Decoder, tokenizer_sha256: str) -> dict[st
     """
     try:
         source, checkpoint = load_model(name)
+        check_tokenizer(checkpoint, tokenizer_sha256)
     except (ValueError, FileNotFoundError) as error:
         raise ValueError(f"init_from={name}: {error}") from error
-    if checkpoint.state["tokenizer_sha256"] != tokenizer_sha256:
-        raise ValueError(
-            f"init_from={name} was trained with another tokenizer: its token ids mean other text; "
-            "give its tokenizer as tokenizer.kind=file tokenizer.path=RUN/tokenizer.json"
-        )
     ours, theirs = model.state_dict(), source.state_dict()
     unlike = [
         n
@@ -183,10 +179,12 @@ def restore_state(
         ValueError: naming the part that is missing or of another version.
     """
     state = checkpoint.state
-    missing = [
-        part
-        for part in ("optimizer", "scaler", "data", "counters", "random", "version")
-        if part not in state
+    parts = ("optimizer", "scaler", "data", "counters", "random", "tracker_id", "version")
+    missing = [part for part in parts if part not in state]
+    missing += [
+        f"{group}.safetensors"
+        for group in ("model", "optimizer", "random")
+        if group not in checkpoint.tensors
     ]
     if missing:
         raise ValueError(

@@ -79,7 +79,7 @@ def mfu(
 
 
 class Meter:
-    """Counts tokens against training time: start it just before the first step.
+    """Counts tokens against training time: `start` it just before the first step.
 
     Read the clock only where the device has finished its work (the trainer reads the loss every
     step, which waits for it); the recent rate is over the last `window` steps.
@@ -91,6 +91,10 @@ class Meter:
         self._paused = 0.0
         self._tokens = 0
         self._marks: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=window + 1)
+
+    def start(self) -> None:
+        """Start the clock, again if it was running: what came before does not count."""
+        self._start, self._paused = self._clock(), 0.0
 
     @property
     def seconds(self) -> float:

@@ -72,7 +72,6 @@ def test_overrides_reach_every_group():
         ("model.n_head=3", "model.n_head=3 must be a multiple of model.n_kv_head=2"),
         ("optim.lr=-1", "optim.lr=-1.0 must be above 0"),
         ("model.mask=bidirectional", "model.mask=bidirectional lets every token see its own"),
-        ("data.mode=bos_aligned", "data.mode=bos_aligned needs a tokenizer with a BOS token"),
         ("optim.warmup_steps=100000", "optim.warmup_steps=100000 must be at most"),
         ("name=a/b", "name='a/b' becomes a folder name"),
         ("foo", "(write key=value, and quote special characters"),
@@ -139,8 +138,22 @@ def test_the_batch_must_divide_over_the_ranks(tmp_path):
 )
 def test_command_lines_of_other_programs_are_corrected(argument, expected):
     with pytest.raises(UserError, match=expected):
-        check_command_line([argument])
+        check_command_line([argument], ["job"])
 
 
 def test_hydras_own_flags_pass():
-    check_command_line(["--help", "-m", "--cfg", "job", "train.max_steps=3", "model=nano"])
+    arguments = ["--help", "-m", "--cfg", "job", "train.max_steps=3", "hydra.job.num=1"]
+    check_command_line(arguments, ["job"])
+
+
+@pytest.mark.parametrize("argument", ["hydra.jbo.name=x", "+hydra.foo=1"])
+def test_settings_of_hydra_are_checked_too(argument):
+    with pytest.raises(UserError, match="is not a setting of Hydra"):
+        check_command_line([argument], ["job", "sweep"])
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("true", "true"), ("False", "false"), ("auto", "auto")]
+)
+def test_compile_takes_yamls_words(given, kept):
+    assert composed(f"compile={given}").compile == kept

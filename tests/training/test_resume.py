@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import train as train_module
-from model.checkpoint import list_checkpoints, load_checkpoint
+from model.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from tests.training import runs
 from train import train
 from training.config import UserError
@@ -84,28 +88,98 @@ def test_without_the_random_state_the_resumed_run_differs(tmp_path, monkeypatch)
 def test_resume_continues_in_the_same_folder_with_overrides_listed(tmp_path):
     first = runs.run(tmp_path)
     train(
-        runs.config(tmp_path, resume="latest"),
+        runs.config(tmp_path, resume="latest", train__max_steps=9),
         ["resume=latest", "train.max_steps=9", "train.log_every=1"],
     )
     assert runs.newest(tmp_path) == first
     assert runs.rows(first)[-1]["step"] == 9
     log = (first / "log.txt").read_text(encoding="utf-8")
-    assert "with train.max_steps=9, train.log_every=1" in log
+    assert "with train.max_steps=9\n" in log  # log_every was 1 before
     assert "resumed at step 6" in log
 
 
-@pytest.mark.parametrize("item", ["model.n_layer=3", "data.mode=document", "seed=2"])
-def test_resume_refuses_to_change_what_the_checkpoint_is(tmp_path, item):
+def resume_with(folder: Path, *overrides: str, **dotted) -> None:
+    """Resume the newest run with these overrides, which `dotted` has composed."""
+    train(runs.config(folder, resume="latest", **dotted), list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("item", "dotted"),
+    [
+        ("model.n_layer=3", {"model__n_layer": 3}),
+        ("data.mode=document", {"data__mode": "document"}),
+        ("seed=2", {"seed": 2}),
+        ("tokenizer=byte", {"tokenizer__kind": "byte"}),
+        ("experiment=other", {"model__n_embd": 32}),
+    ],
+)
+def test_resume_refuses_to_change_what_the_checkpoint_is(tmp_path, item, dotted):
     runs.run(tmp_path)
     with pytest.raises(UserError, match=f"{item}: .* cannot change on resume"):
-        train(runs.config(tmp_path, resume="latest"), [item])
+        resume_with(tmp_path, item, **dotted)
 
 
-@pytest.mark.parametrize("item", ["model=small", "experiment=shakespeare_char"])
-def test_resume_refuses_group_choices(tmp_path, item):
-    runs.run(tmp_path)
-    with pytest.raises(UserError, match=f"{item}: a resumed run keeps its own"):
-        train(runs.config(tmp_path, resume="latest"), [item])
+def test_resume_accepts_the_command_line_that_began_the_run(tmp_path, capsys):
+    run = runs.run(tmp_path, model__n_layer=1, seed=5)
+    items = ["model.n_layer=1", "seed=5", "name=tiny", "experiment=tiny", "optim=adamw"]
+    resume_with(tmp_path, *items, model__n_layer=1, seed=5)
+    assert f"resuming {run}\n" in capsys.readouterr().out  # nothing was changed
+
+
+def test_resume_takes_another_tracker_or_length(tmp_path):
+    run = runs.run(tmp_path)
+    resume_with(tmp_path, "tracker=none", "train=other", train__max_steps=8)
+    assert runs.rows(run)[-1]["step"] == 8
+
+
+def test_a_run_that_is_being_trained_is_left_alone(tmp_path):
+    run = runs.run(tmp_path)
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        (run / "status").write_text(f"running {socket.gethostname()}:{other.pid}\n")
+        with pytest.raises(UserError, match="is being trained by another process"):
+            resume_with(tmp_path)
+        assert runs.run(tmp_path, resume="auto") != run
+    finally:
+        other.communicate()
+    train(runs.config(tmp_path, resume=str(run)), [])  # it is gone: now we may
+
+
+def test_resume_auto_leaves_runs_of_another_seed_alone(tmp_path, monkeypatch):
+    interrupt(tmp_path, monkeypatch, after=4, resume="auto")
+    first = runs.newest(tmp_path)
+    (tmp_path / "runs" / "9999-damaged").mkdir()
+    (tmp_path / "runs" / "9999-damaged" / "config.yaml").write_text("a: [")
+    assert runs.run(tmp_path, resume="auto", seed=8) != first
+    assert runs.run(tmp_path, resume="auto") == first
+
+
+def test_a_checkpoint_without_training_state_says_what_it_lacks(tmp_path):
+    run = runs.run(tmp_path)
+    checkpoint = load_checkpoint(list_checkpoints(run)[-1])
+    state = {k: v for k, v in checkpoint.state.items() if k != "data"}
+    save_checkpoint(run, checkpoint.step, {"model": checkpoint.tensors["model"]}, state)
+    with pytest.raises(UserError, match=r"lacks data, optimizer.safetensors, random.safetensors"):
+        resume_with(tmp_path)
+
+
+def test_resuming_a_finished_run_reports_its_loss(tmp_path, capsys):
+    run = runs.run(tmp_path)
+    capsys.readouterr()
+    resume_with(tmp_path)
+    last = [row["val/loss"] for row in runs.rows(run) if "val/loss" in row]
+    assert f"validation loss {last[-1]:.4f}" in capsys.readouterr().out
+    assert last[-1] == last[-2]
+
+
+def test_a_tracked_run_keeps_its_id_over_a_resume(tmp_path):
+    run = runs.run(tmp_path, tracker__kind="wandb")
+    first = json.loads((run / "wandb.json").read_text())["id"]
+    assert load_checkpoint(list_checkpoints(run)[-1]).state["tracker_id"] == first
+    resume_with(tmp_path, "train.max_steps=8", tracker__kind="wandb", train__max_steps=8)
+    assert json.loads((run / "wandb.json").read_text())["id"] == first
+    other = runs.run(tmp_path, tracker__kind="wandb")
+    assert json.loads((other / "wandb.json").read_text())["id"] != first
 
 
 def test_resume_latest_and_paths_must_exist(tmp_path):
@@ -119,7 +193,7 @@ def test_resume_latest_and_paths_must_exist(tmp_path):
 def test_resume_auto_starts_fresh_or_continues_and_says_which(tmp_path, monkeypatch, capsys):
     interrupt(tmp_path, monkeypatch, after=4, resume="auto")
     first = runs.newest(tmp_path)
-    assert "resume=auto: no unfinished run named tiny" in capsys.readouterr().out
+    assert "resume=auto: no unfinished run like this one, tiny" in capsys.readouterr().out
     assert runs.run(tmp_path, resume="auto") == first
     assert f"resume=auto: continuing {first} (preempted)" in capsys.readouterr().out
     assert runs.run(tmp_path, resume="auto") != first  # a finished run is left alone
@@ -130,7 +204,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, capsys):
     newest = list_checkpoints(run)[-1]
     damaged = newest / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
-    again = runs.run(tmp_path, resume="latest", overrides=["train.max_steps=8"])
+    again = runs.run(tmp_path, resume="latest", train__max_steps=8, overrides=["train.max_steps=8"])
     out = capsys.readouterr().out
     assert again == run
     assert "is damaged" in out

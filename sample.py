@@ -45,6 +45,8 @@ Prompts and stop texts are taken as they are, a line break at the end of a file 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Sample as the command line says: the entry point of `glassgpt-sample`."""
     try:
+        if sys.stdout is None:
+            raise ValueError("standard output is closed")
         sample(parse(arguments))
     except BrokenPipeError:
         # Python flushes standard output once more at its end, and nobody is left to read it.

@@ -66,6 +66,7 @@ from training.run_folder import (
     leave_later_checkpoints,
     open_resumed_run,
     resumed_config,
+    text_hashes,
 )
 from training.schedule import lr_multiplier
 from training.state import Counters, initial_weights, restore_state, save_state
@@ -137,6 +138,8 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
     pick_backend(device, config.attention.backend)  # refuses one that cannot run here
     dtype = resolve_dtype(config.dtype, device)
     if config.init_from is not None:
+        if config.init_from == "latest":
+            config.init_from = str(Path(config.runs_dir) / "latest")
         resolve_run(config.init_from)  # refuses a mistyped path before the text is prepared
     ranks.connect(device)
     if resume is not None:
@@ -167,7 +170,7 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
     )
     checkpoint = None
     if folder is not None and resume is not None:
-        checkpoint = open_resumed_run(resume, folder, text.tokenizer.sha256, log.note)
+        checkpoint = open_resumed_run(resume, folder, text, log.note)
         model.load_state_dict(checkpoint.tensors["model"])
     elif config.init_from is not None:
         model.load_state_dict(initial_weights(config.init_from, model, text.tokenizer.sha256))
@@ -181,7 +184,14 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
         counters, tracker_id, notice = restore_state(
             checkpoint, optimizers=optimizers, scaler=scaler, order=order, ranks=ranks
         )
+        if counters.step > config.train.max_steps:
+            raise UserError(
+                f"train.max_steps={config.train.max_steps} is below step {counters.step}, where "
+                f"{folder} stands: raise it, or resume an older checkpoint"
+            )
         log.note(f"resumed at step {counters.step}" + (f"; {notice}" if notice else ""))
+        if counters.step == config.train.max_steps:
+            log.note("nothing is left to train: raise train.max_steps to go on")
 
     # The run's folder. Nothing above has written into it, so a mistake leaves no trace.
     if ranks.is_main and folder is None:
@@ -255,6 +265,7 @@ def run_loop(
                 order=s.order,
                 counters=counters,
                 tokenizer_sha256=s.text.tokenizer.sha256,
+                text=text_hashes(s.text),
                 tracker_id=s.records.tracker.id,
                 keep_last_n=settings.keep_last_n,
                 ranks=ranks,
@@ -293,7 +304,8 @@ def run_loop(
 
         step, speed = counters.step, meter.tokens_per_s()
         bar.update(step, result.loss, lr, speed)
-        if step % settings.log_every == 0:
+        is_last = step == settings.max_steps
+        if is_last or step % settings.log_every == 0:
             values = {
                 "train/loss": result.loss,
                 "train/lr": lr,
@@ -307,7 +319,6 @@ def run_loop(
                 values["train/mfu"] = utilisation
             s.records.add(step, values)
 
-        is_last = step == settings.max_steps
         if is_last or step % settings.eval_every == 0:
             last = evaluate_now()
             ended_early = counters.out_of_patience(settings.patience)
@@ -333,7 +344,7 @@ def report(session: Session, last: Evaluation | None) -> None:
     """Say what came of it: plots, samples, the numbers that matter."""
     s = session
     draw_plots(s.run, s.log.note)
-    samples = sample_texts(s.model, s.text.tokenizer, s.config.train, s.config.seed)
+    samples = sample_texts(s.model, s.text, s.config.train, s.config.seed)
     s.log.note(describe_end(s.run, s.counters, last, samples, s.meter))
 
 
@@ -357,7 +368,7 @@ def fail(error: Exception) -> NoReturn:
     else:
         said = False
     if not said:
-        print(f"error: {explain(error)}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
     sys.exit(2 if isinstance(error, UserError) else 1)
 
 
@@ -365,6 +376,9 @@ def main() -> None:
     """Read the command line and train; ``glassgpt-train`` starts here."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come back here and become one line
     keep_hydra_working()
+    sweep = [flag for flag in sys.argv[1:] if flag in ("-m", "--multirun")]
+    # argparse wants the flag before the settings; people write it anywhere.
+    sys.argv[1:] = sweep + [item for item in sys.argv[1:] if item not in sweep]
     try:
         check_command_line(sys.argv[1:], HydraConf.__dataclass_fields__)
         _compose_and_train()
@@ -372,6 +386,9 @@ def main() -> None:
         fail(error)
     except (HydraException, OmegaConfBaseException) as error:
         fail(UserError(explain(error)))
+    except KeyboardInterrupt:
+        print("interrupted before the step could end; resume=latest goes on", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

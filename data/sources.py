@@ -39,7 +39,7 @@ class DataConfig:
     """
 
     source: str = "shakespeare"  # a name in SOURCES
-    path: str | None = None  # .txt, .jsonl, .parquet, or a folder of .txt files
+    path: str | None = None  # .txt, .jsonl, .parquet, or a folder of one kind
     val_path: str | None = None  # validation text of its own; None: the end of `path`
     val_fraction: float = DEFAULT_VAL_FRACTION  # share of the characters kept for validation
     text_field: str = DEFAULT_TEXT_FIELD  # the column of .jsonl and .parquet files

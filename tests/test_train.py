@@ -150,8 +150,8 @@ def test_mistakes_end_with_one_line_and_no_run(tmp_path, arguments, expected):
 def test_multirun_gives_each_job_its_folder_and_status(tmp_path):
     code, _, err = command(
         tmp_path,
-        "-m",
         "data.path=text.txt",
+        "-m",
         *TINY,
         "optim.lr=1e-3,1e30",
         "optim.grad_clip=0",
@@ -246,6 +246,7 @@ def test_training_goes_on_when_a_checkpoint_cannot_be_written(tmp_path, monkeypa
     out = capsys.readouterr().out
     assert "No space left on device" in out
     assert "training goes on" in out
+    assert "warning: no checkpoint of step 6 could be saved; there is none at all" in out
     assert read_status(run) == "done"
     assert list_checkpoints(run) == []
 
@@ -270,6 +271,15 @@ def test_patience_ends_a_run_early_and_the_last_step_is_saved(tmp_path, monkeypa
     assert runs.rows(run)[-1]["step"] == 6
     steps = [load_checkpoint(path).step for path in list_checkpoints(run)]
     assert steps == [2, 6]  # the best and the last
+
+
+@pytest.mark.parametrize("mode", ["stream", "document"])
+def test_a_run_with_a_visible_prefix_ends_with_samples(tmp_path, mode, capsys):
+    options = {"model__mask": "prefix", "model__prefix": 4, "data__mode": mode}
+    run = runs.run(tmp_path, **options)
+    assert "--- sample 1 ---" in capsys.readouterr().out
+    # 16 positions a window less the targets at 0 to 2, which stand in the prefix.
+    assert runs.rows(run)[-2]["train/tokens"] == 6 * 4 * 13
 
 
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path):

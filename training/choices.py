@@ -43,4 +43,6 @@ def check_range(
     limit = f"{'above' if open_low else 'at least'} {low:g}"
     if high != float("inf"):
         limit += f" and {'below' if open_high else 'at most'} {high:g}"
+    elif open_high:
+        limit += " and finite"
     raise ValueError(f"{knob}={value} must be {limit}")

@@ -132,6 +132,7 @@ class Config:
         """Raise on a name that is none of its choices, or that cannot be a folder's."""
         self.compile = self.compile.lower()  # an unquoted true arrives as "True"
         check_choice("compile", self.compile, COMPILE_MODES)
+        check_range("seed", self.seed, 0, 2**32 - 1)
         if not re.fullmatch(r"[A-Za-z0-9._=,+-]+", self.name):
             raise UserError(
                 f"name={self.name!r} becomes a folder name: use letters, digits and . _ = , + -"
@@ -238,7 +239,7 @@ def _all_keys(schema: type, path: str = "") -> Iterator[str]:
 
 def unknown_key_message(key: str) -> str:
     """Say that `key` is no setting, and which setting is spelled most like it."""
-    keys = list(_all_keys(Config))
+    keys = [*_all_keys(Config), "experiment"]
     parent, _, leaf = key.rpartition(".")
     siblings = [k for k in keys if k.rpartition(".")[0] == parent]
     hint = nearest(key, siblings) if parent else ""
@@ -265,6 +266,9 @@ def explain(error: BaseException) -> str:
         return f"{key.group(1)}={value.group(1)} is not of type {value.group(2).lower()}"
     if "is not Optional" in text and key:
         return f"{key.group(1)}=null is not allowed: it needs a value"
+    if text.startswith("Error merging override") and error.__cause__ is not None:
+        override = text.splitlines()[0].removeprefix("Error merging override ")
+        return f"{override}: {str(error.__cause__).splitlines()[0]}"
     first = text.splitlines()[0].strip()
     if "parsing override" in text or "viable" in text.lower() or "mismatched input" in text:
         return f"{first} (write key=value, and quote special characters twice: 'key=\"a, b\"')"
@@ -272,6 +276,16 @@ def explain(error: BaseException) -> str:
 
 
 _HYDRA_FLAGS = (
+    "-h",
+    "-c",
+    "-p",
+    "-r",
+    "-m",
+    "-sc",
+    "-cp",
+    "-cn",
+    "-cd",
+    "-i",
     "--help",
     "--hydra-help",
     "--version",
@@ -309,9 +323,9 @@ def check_command_line(arguments: list[str], hydra_settings: Iterable[str]) -> N
             raise UserError(f"{flag} is not a setting of Hydra{nearest(child, known)}")
         if flag in groups and re.fullmatch(r"[+-]?(\d[\d.e+-]*|nan|inf)|true|false", value):
             raise UserError(f"{argument} does not exist: the choices are files in configs/{flag}/")
-        if not flag.startswith("--") or flag in _HYDRA_FLAGS:
+        if not flag.startswith("-") or flag in _HYDRA_FLAGS:
             continue
-        name = flag.removeprefix("--").replace("-", "_")
+        name = flag.lstrip("-").replace("-", "_")
         keys = [key for key in _all_keys(Config) if key.rpartition(".")[2] == name]
         example = f"{keys[0] if keys else 'key'}={value or 'value'}"
         raise UserError(f"{flag} is not a flag: settings are written {example}, without dashes")

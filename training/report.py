@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from data.prepare import Prepared
 from data.tokenizers import Tokenizer
+from model.checkpoint import list_checkpoints, step_of
 from model.decoder import Decoder
 from model.generate import Generator
 from model.sampling import SamplingOptions
@@ -16,15 +18,22 @@ from training.state import Counters
 from training.throughput import Meter
 
 
-def sample_texts(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, seed: int) -> list[str]:
-    """Draw the samples that a run ends with, from a newline, BOS or whatever id comes first."""
+def sample_texts(model: Decoder, text: Prepared, config: TrainConfig, seed: int) -> list[str]:
+    """Draw the samples that a run ends with, each from the beginning of a text.
+
+    A model with a visible prefix needs one of full length: the first tokens of the validation text.
+    """
     if config.samples == 0 or config.sample_tokens == 0:
         return []
+    tokenizer = text.tokenizer
     was_training = model.training
     model.eval()
     generator = Generator(model, vocab_size=tokenizer.vocab_size, at_limit="slide")
+    prompt = neutral_prompt(tokenizer)
+    if len(prompt) < model.config.prefix:
+        prompt = text.val.read(0, model.config.prefix).tolist()
     generation = generator.generate(
-        neutral_prompt(tokenizer),
+        prompt,
         max_new_tokens=config.sample_tokens,
         options=SamplingOptions(temperature=0.8),
         num_samples=config.samples,
@@ -67,13 +76,17 @@ def describe_end(
         lines += [f"--- sample {number} " + "-" * 60, text.strip("\n")]
     lines.append("-" * 73)
     lines.append(
-        f"{counters.step:,} steps, {counters.tokens:,} tokens; {meter.seconds:.0f} s of training "
-        f"in this process ({meter.average_tokens_per_s():,.0f} tokens/s)"
+        f"{counters.step:,} steps, {counters.tokens:,} tokens; {meter.step_seconds:.0f} s of "
+        f"training in this process ({meter.average_tokens_per_s():,.0f} tokens/s)"
     )
     if final is not None:
         lines.append(str(final))
     if counters.best_loss is not None and counters.best_step != counters.step:
         lines.append(f"best validation loss {counters.best_loss:.4f} at step {counters.best_step}")
+    saved = [step_of(path) for path in list_checkpoints(run)]
+    if counters.step not in saved:
+        newest = f"the newest is of step {saved[-1]}" if saved else "there is none at all"
+        lines.append(f"warning: no checkpoint of step {counters.step} could be saved; {newest}")
     lines.append(f"run folder {run}")
     return "\n".join(lines)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from data.prepare import Prepared
 from model.checkpoint import (
     Checkpoint,
     is_checkpoint,
@@ -133,7 +134,7 @@ def find_resumed_run(config: Config) -> tuple[Path | None, str]:
         return None, f"resume=auto: no unfinished run like this one, {config.name}, so fresh"
     name = Path(config.runs_dir) / "latest" if config.resume == "latest" else Path(config.resume)
     try:
-        run = resolve_run(name)
+        run = resolve_run(name).absolute()
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"resume={config.resume}: {error}") from error
     if not list_checkpoints(run):
@@ -206,12 +207,12 @@ def resumed_config(run: Path, composed: Config, overrides: list[str]) -> tuple[C
 
 
 def open_resumed_run(
-    name: str | Path, run: Path, tokenizer_sha256: str, log: Callable[[str], None]
+    name: str | Path, run: Path, text: Prepared, log: Callable[[str], None]
 ) -> Checkpoint:
     """Load the checkpoint that a run goes on from: the one `name` is, else the newest valid one.
 
     Raises:
-        ValueError: when every checkpoint is damaged, or the tokenizer is not the run's own.
+        ValueError: when every checkpoint is damaged, or the text or its tokenizer has changed.
     """
     if is_checkpoint(Path(name)):
         checkpoint: Checkpoint | None = load_checkpoint(Path(name))
@@ -219,8 +220,18 @@ def open_resumed_run(
         checkpoint = newest_valid(run, log)
     if checkpoint is None:
         raise UserError(f"resume: every checkpoint of {run} is damaged")
-    check_tokenizer(checkpoint, tokenizer_sha256)
+    check_tokenizer(checkpoint, text.tokenizer.sha256)
+    if checkpoint.state.get("text") not in (None, text_hashes(text)):
+        raise UserError(
+            f"resume: the text has changed since {checkpoint.path} was saved; train on it with "
+            f"init_from={run}"
+        )
     return checkpoint
+
+
+def text_hashes(text: Prepared) -> list[str]:
+    """Return the sha256 of everything the text was read from, wherever it lies."""
+    return sorted(text.train.provenance.source.values())
 
 
 def leave_later_checkpoints(run: Path, step: int, log: Callable[[str], None]) -> None:

@@ -101,6 +101,11 @@ class Meter:
         """Training time so far, pauses left out."""
         return self._clock() - self._start - self._paused
 
+    @property
+    def step_seconds(self) -> float:
+        """Training time up to the end of the last step."""
+        return self._marks[-1][0]
+
     def add(self, tokens: int) -> None:
         """Note the end of an optimizer step of `tokens` tokens, over all ranks and micro-steps."""
         self._tokens += tokens

@@ -219,7 +219,9 @@ def test_the_report_counts_what_was_produced(monkeypatch: pytest.MonkeyPatch) ->
     assert (report.prompt_tokens, report.produced_tokens, report.decoded_tokens) == (3, 12, 10)
     assert (report.prefill_seconds, report.decode_seconds) == (1.0, 5.0)
     assert (report.prefill_tokens_per_s, report.decode_tokens_per_s) == (3.0, 2.0)
-    assert str(report) == "read 3 tokens in 1.000 s (3 tokens/s), produced 12 in 5.000 s (2 tokens/s)"
+    assert (
+        str(report) == "read 3 tokens in 1.000 s (3 tokens/s), produced 12 in 5.000 s (2 tokens/s)"
+    )
 
 
 def test_an_early_end_is_not_counted_as_produced() -> None:

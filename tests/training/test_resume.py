@@ -182,6 +182,19 @@ def test_a_tracked_run_keeps_its_id_over_a_resume(tmp_path):
     assert json.loads((other / "wandb.json").read_text())["id"] != first
 
 
+def test_resume_refuses_another_text(tmp_path):
+    runs.run(tmp_path)
+    (tmp_path / "text.txt").write_text(runs.TEXT[::-1], encoding="utf-8")
+    with pytest.raises(UserError, match="resume: the text has changed since"):
+        resume_with(tmp_path)
+
+
+def test_resume_refuses_an_end_that_has_passed(tmp_path):
+    runs.run(tmp_path)
+    with pytest.raises(UserError, match=r"train.max_steps=4 is below step 6"):
+        resume_with(tmp_path, "train.max_steps=4", train__max_steps=4)
+
+
 def test_resume_latest_and_paths_must_exist(tmp_path):
     with pytest.raises(UserError, match=r"resume=latest: there is no run at"):
         train(runs.config(tmp_path, resume="latest"), [])

@@ -1,6 +1,7 @@
 """The public functions: which path a call takes, and one-line errors for calls that do not fit."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -318,3 +319,31 @@ def test_two_runs_are_bitwise_equal() -> None:
         results.append([*output, *gradients])
     for x, y in zip(*results, strict=True):
         assert torch.equal(x, y)
+
+
+def test_every_field_of_a_spec_reaches_the_chunked_operator(monkeypatch):
+    """A field added to `AttentionSpec` must not be lost on its way through the operator."""
+    from kernels import chunked_op
+
+    numbers = {"causal": True, "window": 5, "sinks": 2, "prefix": 3, "softcap": 7.0, "scale": 0.3}
+    tensors = {
+        "documents": torch.zeros(1, 6, dtype=torch.int64),
+        "alibi_slopes": torch.ones(2),
+        "sink_logit": torch.ones(2),
+    }
+    spec = AttentionSpec(**numbers, **tensors)
+    assert {field.name for field in fields(AttentionSpec)} == numbers.keys() | tensors.keys()
+    seen = {}
+    real = chunked_op.chunked.forward
+
+    def watch(q, k, v, given, *others):
+        seen["spec"] = given
+        return real(q, k, v, given, *others)
+
+    monkeypatch.setattr(chunked_op.chunked, "forward", watch)
+    q = torch.randn(1, 2, 6, 8)
+    chunked_op.chunked_attention(q, q, q, spec, None, Stats())
+    for name, value in numbers.items():
+        assert getattr(seen["spec"], name) == value, name
+    for name, tensor in tensors.items():
+        assert getattr(seen["spec"], name).equal(tensor), name

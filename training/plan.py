@@ -6,7 +6,12 @@ import torch
 
 from kernels.attention import pick_backend
 from model.decoder import Decoder
-from model.size import flops_per_token, parameter_count, training_flops_per_token
+from model.size import (
+    flops_per_token,
+    kv_cache_bytes,
+    parameter_count,
+    training_flops_per_token,
+)
 from training.config import Config
 from training.devices import device_name
 from training.optim import Optimizers, build_optimizers
@@ -87,7 +92,14 @@ def describe_memory(
         "logits (estimate)": logits,
     }
     lines = [f"  {name:<24} {_size(n)}" for name, n in parts.items()]
-    return "\n".join([f"memory per rank, about {_size(sum(parts.values()))}", *lines])
+    cache = kv_cache_bytes(model, batch_size=1, length=model.context_length, bytes_per_value=width)
+    return "\n".join(
+        [
+            f"memory per rank, about {_size(sum(parts.values()))}",
+            *lines,
+            f"and when sampling, the key/value cache of a full context: {_size(cache)}",
+        ]
+    )
 
 
 def _size(n_bytes: float) -> str:

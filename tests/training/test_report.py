@@ -36,6 +36,10 @@ def test_the_planned_memory_of_weights_and_optimizer_is_what_they_take(tmp_path)
         state = sum(t.nbytes for n, t in optimizers.state_tensors().items() if t.ndim)
         assert abs(stated(page, "weights") - weights) <= 0.051 * 1024
         assert abs(stated(page, "optimizer state") - state) <= 0.051 * 1024
+        cache = (
+            2 * 2 * 1 * 8 * 16 * 4
+        )  # layers, keys and values, kv heads, head size, tokens, bytes
+        assert abs(stated(page, "full context:") - cache) <= 0.051 * 1024
 
 
 def test_a_text_begins_with_bos_or_a_newline_or_whatever_there_is():

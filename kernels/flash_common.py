@@ -1,0 +1,216 @@
+"""What all flash kernels share: tiles in and out, rounding, logits, and who sees whom in a tile.
+
+Conventions of every kernel here. Logits are in base 2 inside a kernel (natural logits times
+log2 e), because the hardware's exponential is 2^x. An option that is None, pointer or number,
+compiles to nothing. i is the position of a query, j that of a key; a tile of rows starts at row
+`first`, a tile of keys at key `begin`.
+
+Triton's interpreter, under which the kernels are tested on a CPU, multiplies bf16 as if the bits
+were integers and rounds float32 to bf16 towards zero, so products and casts have one place each.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# The logit of a hidden key, and the peak of a row that has seen no key yet. Both are finite, so
+# no difference of them is NaN, and the peak is far above: 2^(HIDDEN - FLOOR) is exactly 0.
+HIDDEN = tl.constexpr(-1e30)
+FLOOR = tl.constexpr(-1e29)
+# Stands for the lse of a row that sees no key in the backward: no weight survives it.
+NO_KEY = tl.constexpr(1e30)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """Matrix product with float32 sums."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def add_product(total, a, b, PRECISION: tl.constexpr):
+    """Add a matrix product to float32 sums."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """Float32 values in another float type, rounded to nearest, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def load_rows(
+    base,
+    offsets,
+    stride,
+    n_rows,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Load a (rows, BLOCK) tile of vectors of SIZE numbers; 0 past SIZE and, if bounded, n_rows."""
+    columns = tl.arange(0, BLOCK)
+    pointers = base + offsets[:, None] * stride + columns[None, :]
+    if BOUNDED and BLOCK > SIZE:
+        inside = (offsets < n_rows)[:, None] & (columns < SIZE)[None, :]
+        return tl.load(pointers, mask=inside, other=0.0)
+    elif BOUNDED:
+        return tl.load(pointers, mask=(offsets < n_rows)[:, None], other=0.0)
+    elif BLOCK > SIZE:
+        return tl.load(pointers, mask=(columns < SIZE)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(base, offsets, stride, n_rows, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a float32 (rows, BLOCK) tile in the type of the pointer, up to n_rows and SIZE."""
+    columns = tl.arange(0, BLOCK)
+    inside = (offsets < n_rows)[:, None] & (columns < SIZE)[None, :]
+    pointers = base + offsets[:, None] * stride + columns[None, :]
+    tl.store(pointers, narrow(x, base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def squash(x):
+    """Hyperbolic tangent."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+
+
+@triton.jit
+def logits(x, i, j, scale, softcap, slope):
+    """Base-2 logits from plain products, and tanh of the soft-cap (the products without one).
+
+    i and j are float positions from any common origin; slope is in base 2.
+    """
+    if softcap is not None:
+        squashed = squash(x * (scale / softcap))
+        s = squashed * (softcap * LOG2E)
+    else:
+        squashed = x
+        s = x * (scale * LOG2E)
+    if slope is not None:
+        s -= slope * tl.abs(i - j)
+    return s, squashed
+
+
+@triton.jit
+def visible(
+    i,
+    j,
+    start,
+    end,
+    window,
+    sinks,
+    prefix,
+    CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """Whether key j is seen from row i, whose document is start..end; broadcasts its arguments."""
+    seen = j < end
+    if DOCUMENTS:
+        seen = seen & (j >= start)
+    if CAUSAL:
+        past = j <= i
+        if window is not None:
+            near = i - j < window
+            if sinks is not None:
+                near = near | (j - start < sinks)
+            past = past & near
+        if prefix is not None:
+            past = past | ((i - start < prefix) & (j - start < prefix))
+        seen = seen & past
+    return seen
+
+
+@triton.jit
+def length_of(KvLengths, b, S):
+    """Number of valid keys of a sequence."""
+    if KvLengths is None:
+        return S
+    else:
+        return tl.minimum(tl.load(KvLengths + b).to(tl.int32), S)
+
+
+@triton.jit
+def document_of(DocStarts, DocEnds, i, n, b, S):
+    """First and one past the last valid position of the documents of positions i."""
+    if DocStarts is None:
+        return i * 0, i * 0 + n
+    else:
+        at = tl.cast(b, tl.int64) * S + tl.minimum(tl.maximum(i, 0), S - 1)
+        return tl.load(DocStarts + at), tl.minimum(tl.load(DocEnds + at), n)
+
+
+@triton.jit
+def key_ranges(
+    first,
+    n,
+    b,
+    T,
+    S,
+    DocStarts,
+    DocEnds,
+    window,
+    sinks,
+    prefix,
+    CAUSAL: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Which tiles of keys a tile of rows visits, all as key positions.
+
+    Returns:
+        near, full, tail, stop: tiles at near..full are masked, full..tail need no mask,
+            tail..stop are masked. The first three are multiples of BN.
+        sink, sink_stop: masked tiles before `near`, for sinks beside a window.
+    """
+    low = n - T + first  # position of the first row of the tile, and of its last
+    high = n - T + tl.minimum(first + BM, T) - 1
+    start, end = document_of(DocStarts, DocEnds, low, n, b, S)
+    last_start, last_end = document_of(DocStarts, DocEnds, high, n, b, S)
+    # A row sees keys from..stop - 1 at most, and every row of the tile sees full..tail - 1.
+    # Documents that begin inside the tile need no thought: they begin after `low`.
+    near = start
+    full = last_start
+    if CAUSAL:
+        stop = high + 1
+        tail = low + 1
+        if window is not None:
+            near = tl.maximum(near, low - window + 1)
+            full = tl.maximum(full, high - window + 1)
+        if prefix is not None:
+            near = tl.where(low - start < prefix, start, near)
+            reach = tl.minimum(last_start + prefix, last_end)
+            inside = high - last_start < prefix
+            stop = tl.where(inside, tl.maximum(stop, reach), stop)
+            all_inside = inside & (start == last_start)
+            full = tl.where(all_inside, start, full)
+            tail = tl.where(all_inside, tl.maximum(tail, reach), tail)
+    else:
+        stop = last_end
+        tail = end
+    stop = tl.minimum(stop, n)
+    near = near // BN * BN
+    full = tl.maximum((full + BN - 1) // BN * BN, near)
+    tail = tl.maximum(tl.maximum(tail, 0) // BN * BN, full)
+    sink = start // BN * BN
+    sink_stop = sink
+    if sinks is not None:
+        sink_stop = tl.minimum(start + sinks, near)
+    return near, full, tail, stop, sink, sink_stop

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels.attention import pick_backend
 from kernels.visibility import document_starts
 from model.config import ModelConfig
 
@@ -89,6 +90,20 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return (x * rotation.cos + swapped * rotation.sin).to(x.dtype)
+
+
+def rotate_pair(q: Tensor, k: Tensor, rotation: Rotation, backend: str) -> tuple[Tensor, Tensor]:
+    """Turn queries (B, T, H, D) and keys (B, T, Hkv, D) together, by the attention backend's means.
+
+    Triton has a kernel for it; everywhere else, and in meaning, it is `rotate` of each.
+    """
+    if backend == "auto":
+        backend = pick_backend(q.device)
+    if backend == "triton":
+        from kernels.triton_rope import rotate_queries_and_keys
+
+        return rotate_queries_and_keys(q, k, *rotation)
+    return rotate(q, rotation), rotate(k, rotation)
 
 
 def rotary_table(config: ModelConfig) -> Tensor:

@@ -4,6 +4,7 @@
 backends compute the same values faster or in less memory.
 """
 
+import importlib.util
 from types import ModuleType
 
 import torch
@@ -34,8 +35,13 @@ NO_STATS = Stats()
 BACKENDS = ("auto", "eager", "sdpa", "triton")
 
 
+@torch.compiler.assume_constant_result
 def pick_backend(device: torch.device) -> str:
     """Which backend "auto" stands for on this device."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return "sdpa"
+    if torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0):
+        return "triton"
     return "sdpa"
 
 
@@ -77,11 +83,13 @@ def attention(
         raise ValueError(f"unknown precision {precision!r}; choose from {', '.join(PRECISIONS)}")
     if stats == NO_STATS:
         stats = None
-    module = _module(backend, q.device)
+    name = _resolve(backend, q)
+    compute = _module(name).attention
+    options = {"precision": precision} if name == "triton" else {}
     if torch.is_autocast_enabled(q.device.type):  # the types of the inputs decide, nothing else
         with torch.autocast(q.device.type, enabled=False):
-            return module.attention(q, k, v, spec, kv_lengths, stats)
-    return module.attention(q, k, v, spec, kv_lengths, stats)
+            return compute(q, k, v, spec, kv_lengths, stats, **options)
+    return compute(q, k, v, spec, kv_lengths, stats, **options)
 
 
 def column_mass(
@@ -110,18 +118,33 @@ def column_mass(
     check_spec(q, k, spec, kv_lengths)
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse has shape {tuple(lse.shape)}; it must be {tuple(q.shape[:3])}")
-    module = _module(backend, q.device)
+    module = _module(_resolve(backend, q))
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         return module.column_mass(q, k, lse, spec, kv_lengths)
 
 
-def _module(backend: str, device: torch.device) -> ModuleType:
-    """The module of a backend, or of the one that "auto" stands for."""
-    name = pick_backend(device) if backend == "auto" else backend
+def _resolve(backend: str, q: Tensor) -> str:
+    """The backend's name, or what "auto" stands for: float64 is beyond the Triton kernels."""
+    if backend != "auto":
+        return backend
+    return "sdpa" if q.dtype == torch.float64 else pick_backend(q.device)
+
+
+def _module(name: str) -> ModuleType:
+    """The module of a backend."""
     if name == "sdpa":
         return sdpa
     if name == "eager":
         return eager
     if name == "triton":
-        raise ValueError("attention backend 'triton' is not available yet; use 'sdpa' or 'eager'")
+        return _flash()
     raise ValueError(f"unknown attention backend {name!r}; choose from {', '.join(BACKENDS)}")
+
+
+def _flash() -> ModuleType:
+    """The Triton backend, which is imported only where it is used."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("attention backend 'triton' needs Triton, which is not installed")
+    from kernels import flash_backend
+
+    return flash_backend

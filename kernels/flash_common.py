@@ -88,8 +88,8 @@ def store_rows(base, offsets, stride, n_rows, x, SIZE: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def squash(x):
-    """Hyperbolic tangent."""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    """Hyperbolic tangent; it is 1 in float32 long before the power is cut off."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(tl.minimum(x * (2.0 * LOG2E), 64.0)))
 
 
 @triton.jit
@@ -214,3 +214,98 @@ def key_ranges(
     if sinks is not None:
         sink_stop = tl.minimum(start + sinks, near)
     return near, full, tail, stop, sink, sink_stop
+
+
+@triton.jit
+def row_ranges(
+    begin,
+    n,
+    b,
+    T,
+    S,
+    DocStarts,
+    DocEnds,
+    window,
+    sinks,
+    prefix,
+    CAUSAL: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Which tiles of rows see a tile of keys: the counterpart of `key_ranges`, in row numbers.
+
+    Returns:
+        first, full, tail, stop: tiles at first..full are masked, full..tail need no mask,
+            tail..stop are masked. The first three are multiples of BM.
+    """
+    shift = n - T  # position of row 0
+    last = tl.minimum(begin + BN, n) - 1
+    start, end = document_of(DocStarts, DocEnds, begin, n, b, S)
+    last_start, last_end = document_of(DocStarts, DocEnds, last, n, b, S)
+    # Rows before the first key count to the first document.
+    origin = tl.where(start == 0, tl.minimum(shift, 0), start)
+    # Positions of rows: low..high - 1 see some key of the tile, full..tail - 1 see all of them.
+    high = last_end
+    tail = end
+    if CAUSAL:
+        low = begin
+        full = begin + BN - 1
+        if window is not None:
+            high = tl.minimum(high, last + window)
+            tail = tl.minimum(tail, begin + window)
+            if sinks is not None:
+                high = tl.where(last_start + sinks > begin, last_end, high)
+        if prefix is not None:
+            low = tl.where(begin - start < prefix, tl.minimum(origin, begin), low)
+            reach = tl.minimum(last_start + prefix, last_end)
+            high = tl.where(last_start + prefix > begin, tl.maximum(high, reach), high)
+    else:
+        low = origin
+        full = origin
+    whole = (begin + BN <= n) & (start == last_start)
+    first = tl.maximum(low - shift, 0) // BM * BM
+    stop = tl.where(begin < n, tl.minimum(high - shift, T), 0)
+    full = tl.maximum(full - shift, 0)
+    full = tl.where(whole, tl.maximum((full + BM - 1) // BM * BM, first), stop // BM * BM + BM)
+    tail = tl.maximum(tl.minimum(tail - shift, T), 0) // BM * BM
+    tail = tl.where(whole, tl.maximum(tail, full), full)
+    return first, full, tail, stop
+
+
+@triton.jit
+def load_row_terms(Lse, Delta, DEntropy, row, inside):
+    """What the backward knows of each row: base-2 lse, delta, gradient of entropy in base 2.
+
+    Rows outside, and rows that see no key, get numbers that make every weight 0.
+    """
+    lse = tl.load(Lse + row, mask=inside, other=-float("inf"))
+    sees = lse > -float("inf")
+    delta = tl.load(Delta + row, mask=inside, other=0.0)
+    if DEntropy is not None:
+        d_entropy = tl.load(DEntropy + row, mask=sees, other=0.0) * LN2
+    else:
+        d_entropy = None
+    return tl.where(sees, lse * LOG2E, NO_KEY), delta, d_entropy
+
+
+@triton.jit
+def d_logits(x, d_weights, i, j, seen, lse, delta, d_entropy, scale, softcap, slope):
+    """Weights p, gradient of the final logits, and of the raw ones, all of the shape of x.
+
+    With log p from the logits, d_logit = p (d_weight - delta - d_entropy log p). `seen` is None
+    where every key is visible; d_entropy is in base 2, as log p is here.
+    """
+    s, squashed = logits(x, i, j, scale, softcap, slope)
+    if seen is not None:
+        s = tl.where(seen, s, HIDDEN)
+    log_p = s - lse
+    p = tl.exp2(log_p)
+    d_s = d_weights - delta
+    if d_entropy is not None:
+        d_s -= d_entropy * log_p
+    d_s *= p
+    if softcap is not None:
+        d_x = d_s * (1.0 - squashed * squashed)
+    else:
+        d_x = d_s
+    return p, d_s, d_x

@@ -179,7 +179,7 @@ def _sum_first_keys(
             CAUSAL,
             DOCUMENTS,
         )
-        w = tl.where(seen, tl.exp2(s - peak[:, None]), 0.0)
+        w = tl.exp2(tl.where(seen, s, HIDDEN) - peak[:, None])
         age = j[None, :] - start[:, None]
         for c in tl.static_range(len(COUNTS)):
             mass = tl.sum(tl.where(age < COUNTS[c], w, 0.0), 1)
@@ -323,45 +323,43 @@ def forward_kernel(
                 PRECISION,
             )
 
-    # What is said of real keys alone. A row without keys has total 0.
+    # What is said of real keys alone. A row without keys has total 0, and divides by 1 instead.
     sees = total > 0
+    divisor = tl.where(sees, total, 1.0)
     if EntropyTokens is not None:
-        entropy = LN2 * (tl.log2(total) - spread / total)
-        tl.store(EntropyTokens + row, tl.where(sees, entropy, 0.0), mask=inside)
+        tl.store(EntropyTokens + row, (tl.log2(divisor) - spread / divisor) * LN2, mask=inside)
     if MeanDistance is not None:
-        tl.store(MeanDistance + row, tl.where(sees, far / total, 0.0), mask=inside)
+        tl.store(MeanDistance + row, far / divisor, mask=inside)
     if MaxLogit is not None:
         highest = top * scale if TOP else peak * LN2
         tl.store(MaxLogit + row, tl.where(sees, highest, -float("inf")), mask=inside)
 
-    kept = tl.full([BM], 1.0, tl.float32)  # what scales sums over real keys once the null joined
+    kept = tl.where(sees, 1.0, 0.0)  # what scales sums over real keys once the null has joined
     if SinkLogit is not None:
         z = tl.load(SinkLogit + h) * LOG2E
         joint = tl.maximum(peak, z)
-        kept = tl.exp2(peak - joint)
+        kept = tl.exp2(peak - joint) * kept
         null = tl.exp2(z - joint)
         if ENTROPY:
             spread = kept * (spread + total * (peak - joint))
             spread += tl.where(null > 0, null * (z - joint), 0.0)
         total = kept * total + null
         peak = joint
-    any_weight = total > 0
-    share = tl.where(sees, kept / total, 0.0)  # the weight of a real key at the real peak
+        divisor = tl.where(total > 0, total, 1.0)
+    share = kept / divisor  # the weight of a real key at the real peak
     store_rows(Out, offsets, stride_ot, n_rows, acc * share[:, None], DV, BLOCK_DV)
-    lse = tl.where(any_weight, LN2 * (peak + tl.log2(total)), -float("inf"))
     if Lse is not None:
-        tl.store(Lse + row, lse, mask=inside)
+        lse = (peak + tl.log2(divisor)) * LN2
+        tl.store(Lse + row, tl.where(total > 0, lse, -float("inf")), mask=inside)
     if Entropy is not None:
-        entropy = LN2 * (tl.log2(total) - spread / total)
-        tl.store(Entropy + row, tl.where(any_weight, entropy, 0.0), mask=inside)
+        tl.store(Entropy + row, (tl.log2(divisor) - spread / divisor) * LN2, mask=inside)
     if MaxProb is not None:
         tl.store(MaxProb + row, share, mask=inside)
     if NullMass is not None:
         if SinkLogit is not None:
-            mass = tl.where(any_weight, null / total, 0.0)
+            tl.store(NullMass + row, null / divisor, mask=inside)
         else:
-            mass = total * 0.0
-        tl.store(NullMass + row, mass, mask=inside)
+            tl.store(NullMass + row, total * 0.0, mask=inside)
 
     if SinkMass is not None:
         # The first keys of the first row's document, then those of documents that begin inside
@@ -407,7 +405,7 @@ def forward_kernel(
                     PRECISION,
                 )
         which = tl.arange(0, WIDTH)
-        masses = tl.where(any_weight[:, None], masses / total[:, None], 0.0)
+        masses /= divisor[:, None]
         tl.store(
             SinkMass + row[:, None] * len(COUNTS) + which[None, :],
             masses,

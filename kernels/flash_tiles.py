@@ -32,3 +32,11 @@ def tile_for(kernel: str, arch: str, head_size: int, dtype: torch.dtype) -> Tile
         dtype: type of the inputs.
     """
     return INTERPRETER
+
+
+def architecture(device: torch.device) -> str:
+    """The row of the table that a device reads."""
+    if torch.version.hip:
+        return "gfx942"
+    major, _ = torch.cuda.get_device_capability(device)
+    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")

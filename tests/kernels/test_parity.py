@@ -2,6 +2,8 @@
 
 A result may be off by twice the error of the eager version in the same type, or by the amount
 in the table below, whichever is larger. A new backend joins by adding its name to BACKENDS.
+The Triton kernels run in the interpreter here, which is slow, so they take each case in float32
+and in one of the half types, and some of them without statistics.
 """
 
 import pytest
@@ -72,6 +74,11 @@ def assert_close(backend: str, inputs: Inputs, stats: Stats | None = ALL_STATS) 
         )
 
 
+def slow_cases(dtypes: tuple[torch.dtype, ...], every: int) -> list[tuple[Case, torch.dtype]]:
+    """Every n-th case, in turn in each of the types."""
+    return [(case, dtypes[n % len(dtypes)]) for n, case in enumerate(CASES[::every])]
+
+
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_dtype = pytest.mark.parametrize("dtype", TABLE, ids=lambda x: str(x).removeprefix("torch."))
@@ -92,3 +99,17 @@ def test_backend_agrees_without_statistics(backend: str, case: Case) -> None:
     """Without statistics a backend may take another path to the same values."""
     for dtype in (torch.float32, torch.bfloat16):
         assert_close(backend, make_inputs(case, dtype), stats=None)
+
+
+FLOAT32 = [(case, torch.float32) for case in CASES]
+HALF = slow_cases((torch.bfloat16, torch.float16), every=2)
+
+
+@pytest.mark.parametrize(("case", "dtype"), FLOAT32 + HALF, ids=str)
+def test_triton_agrees_with_the_definition(case: Case, dtype: torch.dtype) -> None:
+    assert_close("triton", make_inputs(case, dtype))
+
+
+@pytest.mark.parametrize(("case", "dtype"), slow_cases((torch.float32, torch.bfloat16), every=5))
+def test_triton_agrees_without_statistics(case: Case, dtype: torch.dtype) -> None:
+    assert_close("triton", make_inputs(case, dtype), stats=None)

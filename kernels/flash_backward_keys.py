@@ -76,8 +76,6 @@ def _gather(
         d_out = load_rows(DOut + at * stride_dot, rows, stride_dot, left, DV, BLOCK_DV, MASKED)
         d_weights = product(v, tl.trans(d_out), PRECISION)
         lse, delta, d_entropy = load_row_terms(Lse, Delta, DEntropy, at + rows, rows < left)
-        if DEntropy is not None:
-            d_entropy = d_entropy[None, :]
         i = n - left + rows
         if MASKED:
             start, end = document_of(DocStarts, DocEnds, i, n, b, S)
@@ -102,10 +100,11 @@ def _gather(
             seen,
             lse[None, :],
             delta[None, :],
-            d_entropy,
+            d_entropy[None, :],
             scale,
             softcap,
             slope,
+            DEntropy is not None,
         )
         d_v = add_product(d_v, narrow(p, d_out.dtype), d_out, PRECISION)
         d_k = add_product(d_k, narrow(d_x, q.dtype), q, PRECISION)

@@ -109,6 +109,7 @@ def _gather(
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     MASKED: tl.constexpr,
+    ENTROPY: tl.constexpr,
     D_SLOPE: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -142,7 +143,7 @@ def _gather(
             seen = None
         row = (i - begin).to(tl.float32)[:, None]
         _, d_s, d_x = d_logits(
-            x, d_weights, row, column, seen, lse, delta, d_entropy, scale, softcap, slope
+            x, d_weights, row, column, seen, lse, delta, d_entropy, scale, softcap, slope, ENTROPY
         )
         if D_SLOPE:
             d_slope -= tl.sum(d_s * tl.abs(row - column), 1)
@@ -217,8 +218,6 @@ def backward_queries_kernel(
     DQueries += wide_b * stride_dqb + wide_h * stride_dqh + wide_first * stride_dqt
     row = (wide_b * H + wide_h) * T + wide_first + offsets
     lse, delta, d_entropy = load_row_terms(Lse, Delta, DEntropy, row, offsets < n_rows)
-    if DEntropy is not None:
-        d_entropy = d_entropy[:, None]
     if Slopes is not None:
         slope = tl.load(Slopes + h) * LOG2E
     else:
@@ -258,7 +257,7 @@ def backward_queries_kernel(
                 end,
                 lse[:, None],
                 delta[:, None],
-                d_entropy,
+                d_entropy[:, None],
                 scale,
                 softcap,
                 slope,
@@ -268,6 +267,7 @@ def backward_queries_kernel(
                 CAUSAL,
                 DOCUMENTS,
                 part != 2,
+                DEntropy is not None,
                 DSlopes is not None,
                 D,
                 DV,

@@ -284,12 +284,25 @@ def load_row_terms(Lse, Delta, DEntropy, row, inside):
     if DEntropy is not None:
         d_entropy = tl.load(DEntropy + row, mask=sees, other=0.0) * LN2
     else:
-        d_entropy = None
+        d_entropy = tl.zeros_like(delta)
     return tl.where(sees, lse * LOG2E, NO_KEY), delta, d_entropy
 
 
 @triton.jit
-def d_logits(x, d_weights, i, j, seen, lse, delta, d_entropy, scale, softcap, slope):
+def d_logits(
+    x,
+    d_weights,
+    i,
+    j,
+    seen,
+    lse,
+    delta,
+    d_entropy,
+    scale,
+    softcap,
+    slope,
+    ENTROPY: tl.constexpr,
+):
     """Weights p, gradient of the final logits, and of the raw ones, all of the shape of x.
 
     With log p from the logits, d_logit = p (d_weight - delta - d_entropy log p). `seen` is None
@@ -301,7 +314,7 @@ def d_logits(x, d_weights, i, j, seen, lse, delta, d_entropy, scale, softcap, sl
     log_p = s - lse
     p = tl.exp2(log_p)
     d_s = d_weights - delta
-    if d_entropy is not None:
+    if ENTROPY:
         d_s -= d_entropy * log_p
     d_s *= p
     if softcap is not None:

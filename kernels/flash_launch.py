@@ -10,7 +10,6 @@ from torch import Tensor
 from kernels.flash_backward_keys import backward_keys_kernel
 from kernels.flash_backward_queries import backward_queries_kernel, delta_kernel
 from kernels.flash_column_mass import column_mass_kernel
-from kernels.flash_common import INTERPRETED
 from kernels.flash_forward import forward_kernel
 from kernels.flash_tiles import Tile, architecture, tile_for
 from kernels.spec import ROW_STATISTICS, AttentionOutput
@@ -243,8 +242,8 @@ def _inputs(q: Tensor, k: Tensor, rule: Rule, tile: Tile) -> dict[str, Any]:
     window = rule.window if rule.window is not None and rule.window < n_keys else None
     sinks = min(rule.sinks, n_keys) or None
     precision = rule.precision
-    if q.dtype != torch.float32 or torch.version.hip:  # halves have one way, and so has ROCm
-        precision = "ieee"
+    if q.dtype != torch.float32 or architecture(q.device).startswith("gfx"):
+        precision = "ieee"  # the one way to multiply halves, and float32 on ROCm
     return {
         **_strides("q", q),
         **_strides("k", k),
@@ -274,8 +273,7 @@ def _inputs(q: Tensor, k: Tensor, rule: Rule, tile: Tile) -> dict[str, Any]:
 
 
 def _tile(kernel: str, q: Tensor, v: Tensor) -> Tile:
-    arch = "interpreter" if INTERPRETED else architecture(q.device)
-    return tile_for(kernel, arch, max(q.shape[3], v.shape[3]), q.dtype)
+    return tile_for(kernel, architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype)
 
 
 def _strides(name: str, x: Tensor) -> dict[str, int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels import flash_launch
+from kernels import flash_decode_launch, flash_launch
 from kernels.flash_launch import Rule
 from kernels.spec import AttentionOutput
 
@@ -44,7 +44,9 @@ def forward(
         (kv_lengths, starts, ends, alibi_slopes, sink_logit),
         (causal, window, sinks, prefix, softcap, scale, precision),
     )
-    output = flash_launch.forward(q, k, v, rule, names.split(), sink_mass)
+    few_rows = flash_decode_launch.can_decode(q, k, rule)
+    compute = flash_decode_launch.decode if few_rows else flash_launch.forward
+    output = compute(q, k, v, rule, names.split(), sink_mass)
     return tuple(_or_empty(x, q) for x in output)  # type: ignore[return-value]
 
 

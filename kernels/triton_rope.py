@@ -67,6 +67,13 @@ def _rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """Turn by the angles, or back by them: what a gradient needs, rotations being orthogonal."""
+    return launch(q, k, cos, sin, backwards)
+
+
+def launch(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel into fresh tensors."""
     q, k, cos, sin = (_with_unit_stride(x) for x in (q, k, cos, sin))
     cos, sin = cos.expand(len(q), -1, -1, -1), sin.expand(len(q), -1, -1, -1)  # (B, T, 1, D)
     turned_q, turned_k = _new(q), _new(k)

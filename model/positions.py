@@ -98,7 +98,7 @@ def rotate_pair(q: Tensor, k: Tensor, rotation: Rotation, backend: str) -> tuple
     Triton has a kernel for it; everywhere else, and in meaning, it is `rotate` of each.
     """
     if backend == "auto":
-        backend = pick_backend(q.device)
+        backend = "sdpa" if q.dtype == torch.float64 else pick_backend(q.device)
     if backend == "triton":
         from kernels.triton_rope import rotate_queries_and_keys
 

@@ -75,7 +75,7 @@ def _gather(
         x = product(k, tl.trans(q), PRECISION)  # (BN, BM)
         d_out = load_rows(DOut + at * stride_dot, rows, stride_dot, left, DV, BLOCK_DV, MASKED)
         d_weights = product(v, tl.trans(d_out), PRECISION)
-        lse, delta, d_entropy = load_row_terms(Lse, Delta, DEntropy, at + rows, rows < left)
+        lse, delta, d_entropy = load_row_terms(Lse, Delta, DEntropy, at + rows, rows < left, MASKED)
         i = n - left + rows
         if MASKED:
             start, end = document_of(DocStarts, DocEnds, i, n, b, S)
@@ -117,7 +117,7 @@ def backward_keys_kernel(
     K,  # (B, Hkv, S, D)
     V,  # (B, Hkv, S, DV)
     DOut,  # (B, H, T, DV)
-    Lse,  # (B, H, T) contiguous, as the next two
+    Lse,  # (B, H, T) contiguous, as the next two; all three from `delta_kernel`
     Delta,
     DEntropy,  # None where nothing flows back through the entropy
     DKeys,  # (splits, B, Hkv, S, D)

@@ -1,4 +1,4 @@
-"""The backward kernels that go by rows: delta of every row, then the gradient of queries.
+"""The backward kernels that go by rows: what is known of every row, then the gradient of queries.
 
     delta_i = dO_i . o_i - gL_i + gH_i H_i,    dq_i = scale sum_j dx_ij k_j
 
@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 
 from kernels.flash_common import (
+    LN2,
     LOG2E,
+    NO_KEY,
     add_product,
     d_logits,
     document_of,
@@ -29,11 +31,13 @@ from kernels.flash_common import (
 def delta_kernel(
     Out,  # (B, H, T, DV)
     DOut,  # (B, H, T, DV)
-    Lse,  # (B, H, T) contiguous, as the next four
+    Lse,  # (B, H, T) contiguous, as the next six
     Entropy,
     DLse,  # None where nothing flows back through the lse
     DEntropy,  # None where nothing flows back through the entropy
     Delta,
+    BaseLse,  # lse in base 2, NO_KEY for a row that sees no key
+    BaseDEntropy,  # gradient of the entropy in base 2, 0 for such a row; None as DEntropy
     SinkLogit,  # (H,) float32 or None
     DSinkLogit,  # (B, H, tiles of rows) or None
     stride_ob,
@@ -48,7 +52,7 @@ def delta_kernel(
     BLOCK_DV: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Delta of rows first..first + BM and their part of the sink logit's gradient."""
+    """Delta and base-2 terms of rows first..first + BM, and their part of d_sink_logit."""
     first = tl.program_id(0) * BM
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -69,8 +73,10 @@ def delta_kernel(
     if DEntropy is not None:
         d_entropy = tl.load(DEntropy + row, mask=sees, other=0.0)
         delta += d_entropy * tl.load(Entropy + row, mask=sees, other=0.0)
+        tl.store(BaseDEntropy + row, d_entropy * LN2, mask=inside)
     delta = tl.where(sees, delta, 0.0)
     tl.store(Delta + row, delta, mask=inside)
+    tl.store(BaseLse + row, tl.where(sees, lse * LOG2E, NO_KEY), mask=inside)
     if DSinkLogit is not None:
         log_null = tl.load(SinkLogit + h) - tl.where(sees, lse, 0.0)
         d_null = -delta
@@ -217,7 +223,7 @@ def backward_queries_kernel(
     DOut += wide_b * stride_dob + wide_h * stride_doh + wide_first * stride_dot
     DQueries += wide_b * stride_dqb + wide_h * stride_dqh + wide_first * stride_dqt
     row = (wide_b * H + wide_h) * T + wide_first + offsets
-    lse, delta, d_entropy = load_row_terms(Lse, Delta, DEntropy, row, offsets < n_rows)
+    lse, delta, d_entropy = load_row_terms(Lse, Delta, DEntropy, row, offsets < n_rows, True)
     if Slopes is not None:
         slope = tl.load(Slopes + h) * LOG2E
     else:

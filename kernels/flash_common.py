@@ -273,19 +273,21 @@ def row_ranges(
 
 
 @triton.jit
-def load_row_terms(Lse, Delta, DEntropy, row, inside):
-    """What the backward knows of each row: base-2 lse, delta, gradient of entropy in base 2.
-
-    Rows outside, and rows that see no key, get numbers that make every weight 0.
-    """
-    lse = tl.load(Lse + row, mask=inside, other=-float("inf"))
-    sees = lse > -float("inf")
-    delta = tl.load(Delta + row, mask=inside, other=0.0)
-    if DEntropy is not None:
-        d_entropy = tl.load(DEntropy + row, mask=sees, other=0.0) * LN2
+def load_row_terms(Lse, Delta, DEntropy, row, inside, BOUNDED: tl.constexpr):
+    """What the backward needs of each row, as `delta_kernel` left it; no weight outside."""
+    if BOUNDED:
+        lse = tl.load(Lse + row, mask=inside, other=NO_KEY)
+        delta = tl.load(Delta + row, mask=inside, other=0.0)
     else:
+        lse = tl.load(Lse + row)
+        delta = tl.load(Delta + row)
+    if DEntropy is None:
         d_entropy = tl.zeros_like(delta)
-    return tl.where(sees, lse * LOG2E, NO_KEY), delta, d_entropy
+    elif BOUNDED:
+        d_entropy = tl.load(DEntropy + row, mask=inside, other=0.0)
+    else:
+        d_entropy = tl.load(DEntropy + row)
+    return lse, delta, d_entropy
 
 
 @triton.jit

@@ -92,19 +92,15 @@ def backward(
 
     `results` holds what `forward` returned: out, lse, and entropy if its gradient is given.
     """
-    out, lse = results.out, results.lse
-    assert lse is not None
     if d_out is None:
-        d_out = torch.zeros_like(out)
+        d_out = torch.zeros_like(results.out)
     if d_out.stride(3) != 1:
         d_out = d_out.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
     d_entropy = None if d_entropy is None else d_entropy.contiguous()
-    delta, d_sink_logit = _delta(rule, results, d_out, d_lse, d_entropy)
-    d_k, d_v = _backward_keys(q, k, v, rule, d_out, lse, delta, d_entropy)
-    d_q, d_slopes = _backward_queries(
-        q, k, v, rule, d_out, lse, delta, d_entropy, slope_gradient=slope_gradient
-    )
+    terms, d_sink_logit = _row_terms(rule, results, d_out, d_lse, d_entropy)
+    d_k, d_v = _backward_keys(q, k, v, rule, d_out, terms)
+    d_q, d_slopes = _backward_queries(q, k, v, rule, d_out, terms, slope_gradient=slope_gradient)
     return d_q, d_k, d_v, d_slopes, d_sink_logit
 
 
@@ -119,20 +115,21 @@ def column_mass(q: Tensor, k: Tensor, lse: Tensor, rule: Rule) -> Tensor:
     return mass
 
 
-def _delta(
+def _row_terms(
     rule: Rule,
     results: AttentionOutput,
     d_out: Tensor,
     d_lse: Tensor | None,
     d_entropy: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Delta of every row, (B, H, T), and the gradient of the sink logit."""
+) -> tuple[dict[str, Tensor | None], Tensor | None]:
+    """What the other kernels need of every row, by argument; and d_sink_logit."""
     out, lse = results.out, results.lse
     assert lse is not None
     batch, heads, n_rows, value_size = out.shape
     tile = _tile("delta", out, out)
     n_tiles = _cdiv(n_rows, tile.rows)
-    delta = torch.empty_like(lse)
+    delta, base_lse = torch.empty_like(lse), torch.empty_like(lse)
+    base_d_entropy = None if d_entropy is None else torch.empty_like(lse)
     parts = None
     if rule.sink_logit is not None:
         parts = lse.new_empty(batch, heads, n_tiles)
@@ -146,6 +143,8 @@ def _delta(
         DLse=d_lse,
         DEntropy=d_entropy,
         Delta=delta,
+        BaseLse=base_lse,
+        BaseDEntropy=base_d_entropy,
         SinkLogit=_float32(rule.sink_logit),
         DSinkLogit=parts,
         H=heads,
@@ -155,7 +154,8 @@ def _delta(
         BM=tile.rows,
         num_warps=tile.warps,
     )
-    return delta, _per_head(parts, rule.sink_logit)
+    terms = {"Lse": base_lse, "Delta": delta, "DEntropy": base_d_entropy}
+    return terms, _per_head(parts, rule.sink_logit)
 
 
 def _backward_keys(
@@ -164,9 +164,7 @@ def _backward_keys(
     v: Tensor,
     rule: Rule,
     d_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    d_entropy: Tensor | None,
+    terms: dict[str, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     tile = _tile("backward_keys", q, v)
     batch, kv_heads, n_keys, _ = k.shape
@@ -181,9 +179,7 @@ def _backward_keys(
         **_strides("do", d_out),
         V=v,
         DOut=d_out,
-        Lse=lse,
-        Delta=delta,
-        DEntropy=d_entropy,
+        **terms,
         DKeys=d_k,
         DValues=d_v,
         B=batch,
@@ -203,9 +199,7 @@ def _backward_queries(
     v: Tensor,
     rule: Rule,
     d_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    d_entropy: Tensor | None,
+    terms: dict[str, Tensor | None],
     *,
     slope_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -215,7 +209,7 @@ def _backward_queries(
     d_q = _rows_first(q, head_size)
     parts = None
     if slope_gradient:
-        parts = lse.new_empty(batch, heads, n_tiles)
+        parts = q.new_empty(batch, heads, n_tiles, dtype=torch.float32)
     backward_queries_kernel[n_tiles, batch * heads](
         **_inputs(q, k, rule, tile),
         **_strides("v", v),
@@ -223,9 +217,7 @@ def _backward_queries(
         **_strides("dq", d_q),
         V=v,
         DOut=d_out,
-        Lse=lse,
-        Delta=delta,
-        DEntropy=d_entropy,
+        **terms,
         DQueries=d_q,
         DSlopes=parts,
         H=heads,

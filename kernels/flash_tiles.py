@@ -36,7 +36,7 @@ HALF = {
     },
     "sm_90": {
         "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
-        "backward_keys": (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 1)),
+        "backward_keys": (Tile(32, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 1)),
         "backward_queries": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
         "column_mass": (Tile(64, 128, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 8, 2)),
     },

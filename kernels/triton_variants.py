@@ -62,6 +62,7 @@ def variants() -> list[Variant]:
         ("forward", "statistics", 256, "bf16"),
         ("forward", "plain", 80, "fp16"),
         ("backward_keys", "plain", 64, "fp32"),
+        ("column_mass", "plain", 128, "bf16"),
         ("decode", "everything", 128, "bf16"),
         ("merge", "everything", 128, "bf16"),
     ):
@@ -82,7 +83,6 @@ def _everywhere() -> list[tuple[str, str, int, str]]:
         ("backward_queries", "plain", 64, "bf16"),
         ("backward_queries", "entropy", 128, "bf16"),
         ("backward_queries", "everything", 128, "bf16"),
-        ("column_mass", "plain", 128, "bf16"),
         ("decode", "statistics", 128, "bf16"),
         ("rotate", "plain", 128, "bf16"),
     ]

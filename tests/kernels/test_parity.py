@@ -108,15 +108,22 @@ def test_backend_agrees_without_statistics(backend: str, case: Case) -> None:
         assert_close(backend, make_inputs(case, dtype), stats=None)
 
 
+def short(value: Case | torch.dtype) -> str:
+    """Name of a case or a type."""
+    return value.name if isinstance(value, Case) else str(value).removeprefix("torch.")
+
+
 FLOAT32 = slow_cases((torch.float32,), every=1)
 HALF = slow_cases((torch.bfloat16, torch.float16), every=2)
 
 
-@pytest.mark.parametrize(("case", "dtype"), FLOAT32 + HALF, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), FLOAT32 + HALF, ids=short)
 def test_triton_agrees_with_the_definition(case: Case, dtype: torch.dtype) -> None:
     assert_close("triton", make_inputs(case, dtype))
 
 
-@pytest.mark.parametrize(("case", "dtype"), slow_cases((torch.float32, torch.bfloat16), every=5))
+@pytest.mark.parametrize(
+    ("case", "dtype"), slow_cases((torch.float32, torch.bfloat16), every=5), ids=short
+)
 def test_triton_agrees_without_statistics(case: Case, dtype: torch.dtype) -> None:
     assert_close("triton", make_inputs(case, dtype), stats=None)

@@ -4,6 +4,7 @@
 backends compute the same values faster or in less memory.
 """
 
+import importlib.util
 from types import ModuleType
 
 import torch
@@ -35,7 +36,10 @@ BACKENDS = ("auto", "eager", "sdpa", "triton")
 
 
 def pick_backend(device: torch.device, backend: str = "auto") -> str:
-    """Return the backend that runs on `device` under this name; "auto" takes the fastest there.
+    """Return the backend that runs on `device` under this name.
+
+    "auto" is sdpa on every device: the Triton kernels are proven in the interpreter and by
+    compilation, and run by name until they have been measured on hardware.
 
     Raises:
         ValueError: the name is unknown, or that backend cannot run on this device.
@@ -43,11 +47,9 @@ def pick_backend(device: torch.device, backend: str = "auto") -> str:
     if backend == "auto":
         return "sdpa"
     if backend == "triton":
-        raise ValueError("attention backend 'triton' is not available yet; use 'sdpa' or 'eager'")
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"unknown attention backend {backend!r}; choose from {', '.join(BACKENDS)}"
-        )
+        _flash().check_device(device)
+    else:
+        _module(backend)
     return backend
 
 
@@ -89,11 +91,12 @@ def attention(
         raise ValueError(f"unknown precision {precision!r}; choose from {', '.join(PRECISIONS)}")
     if stats == NO_STATS:
         stats = None
-    module = _module(backend, q.device)
+    compute = _module(backend).attention
+    options = {"precision": precision} if backend == "triton" else {}
     if torch.is_autocast_enabled(q.device.type):  # the types of the inputs decide, nothing else
         with torch.autocast(q.device.type, enabled=False):
-            return module.attention(q, k, v, spec, kv_lengths, stats)
-    return module.attention(q, k, v, spec, kv_lengths, stats)
+            return compute(q, k, v, spec, kv_lengths, stats, **options)
+    return compute(q, k, v, spec, kv_lengths, stats, **options)
 
 
 def column_mass(
@@ -122,11 +125,26 @@ def column_mass(
     check_spec(q, k, spec, kv_lengths)
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse has shape {tuple(lse.shape)}; it must be {tuple(q.shape[:3])}")
-    module = _module(backend, q.device)
+    module = _module(backend)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         return module.column_mass(q, k, lse, spec, kv_lengths)
 
 
-def _module(backend: str, device: torch.device) -> ModuleType:
+def _module(backend: str) -> ModuleType:
     """The module of a backend, or of the one that "auto" stands for."""
-    return {"eager": eager, "sdpa": sdpa}[pick_backend(device, backend)]
+    if backend in ("auto", "sdpa"):
+        return sdpa
+    if backend == "eager":
+        return eager
+    if backend == "triton":
+        return _flash()
+    raise ValueError(f"unknown attention backend {backend!r}; choose from {', '.join(BACKENDS)}")
+
+
+def _flash() -> ModuleType:
+    """The Triton backend, which is imported only where it is used."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("attention backend 'triton' needs Triton, which is not installed")
+    from kernels import flash_backend
+
+    return flash_backend

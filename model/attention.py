@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kernels.attention import AttentionOutput, AttentionSpec, Stats, attention
 from model.config import ModelConfig
 from model.norms import RMSNorm
-from model.positions import FixedTable, Rotation, alibi_slopes, rotate, rotation_matrix
+from model.positions import FixedTable, Rotation, alibi_slopes, rotate_pair, rotation_matrix
 
 if TYPE_CHECKING:
     from model.kv_cache import KVCache
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if shared.rotation is not None:
-            q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
+            q, k = rotate_pair(q, k, shared.rotation, self.backend)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
 
         lengths = None

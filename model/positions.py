@@ -91,6 +91,18 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return (x * rotation.cos + swapped * rotation.sin).to(x.dtype)
 
 
+def rotate_pair(q: Tensor, k: Tensor, rotation: Rotation, backend: str) -> tuple[Tensor, Tensor]:
+    """Turn queries (B, T, H, D) and keys (B, T, Hkv, D) together, by the attention backend's means.
+
+    Triton has a kernel for it; everywhere else, and in meaning, it is `rotate` of each.
+    """
+    if backend == "triton":
+        from kernels.triton_rope import rotate_queries_and_keys
+
+        return rotate_queries_and_keys(q, k, *rotation)
+    return rotate(q, rotation), rotate(k, rotation)
+
+
 def rotary_table(config: ModelConfig) -> Tensor:
     """Cosines and signed sines of every position: (context_length, 2, D) float32 on the CPU."""
     frequencies, attention_factor = rope_frequencies(config)

@@ -10,6 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Triton kernels run on the CPU, in the interpreter. Triton reads this once, when it is imported.
+os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 

@@ -33,7 +33,7 @@ RESTRICTED = {
     "matplotlib": {"analysis/"},
     "transformers": set(),
 }
-LAZY = {"wandb", "triton", "datasets", "tokenizers", "matplotlib"}
+LAZY = {"wandb", "datasets", "tokenizers", "matplotlib"}
 
 
 def source_files() -> list[Path]:
@@ -42,7 +42,7 @@ def source_files() -> list[Path]:
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """Every imported top-level name of a file, and whether the import runs with the module."""
+    """Every imported module of a file, and whether the import runs with the file itself."""
     found = []
 
     def visit(node: ast.AST, at_import: bool) -> None:
@@ -52,8 +52,9 @@ def imports(path: Path) -> list[tuple[str, bool]]:
                 names = [alias.name for alias in child.names]
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{path}: relative import"
-                names = [child.module or ""]
-            found.extend((name.partition(".")[0], at_import) for name in names)
+                module = child.module or ""
+                names = [module, *(f"{module}.{alias.name}" for alias in child.names)]
+            found.extend((name, at_import) for name in names)
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             typing_only = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
             visit(child, at_import and not inside and not typing_only)
@@ -66,7 +67,8 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 def test_imports_run_one_way_and_heavy_ones_are_lazy(path):
     place = path.relative_to(ROOT)
     package = place.parts[0]
-    for name, at_import in imports(path):
+    for module, at_import in imports(path):
+        name = module.partition(".")[0]
         if name in PACKAGES and package in ALLOWED:
             assert name in ALLOWED[package], f"{place} imports {name}"
         assert name not in ("train", "sample"), f"{place} imports {name}"
@@ -74,6 +76,20 @@ def test_imports_run_one_way_and_heavy_ones_are_lazy(path):
             homes = RESTRICTED[name]
             assert any(str(place).startswith(home) for home in homes), f"{place} imports {name}"
             assert not (at_import and name in LAZY), f"{place} imports {name} when it is imported"
+
+
+def test_triton_is_loaded_only_by_kernels_that_are_asked_for():
+    """A kernel needs Triton to be defined at all, so its module is what is imported lazily."""
+    loaded_by = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): {
+            module for module, at_import in imports(path) if at_import
+        }
+        for path in source_files()
+    }
+    loading = {"triton"}
+    while more := {name for name, modules in loaded_by.items() if modules & loading} - loading:
+        loading |= more
+    assert all(name.startswith(("triton", "kernels.flash_", "kernels.triton_")) for name in loading)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

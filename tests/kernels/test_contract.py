@@ -119,19 +119,22 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "unknown attention backend 'flash'; choose from auto, eager, sdpa, triton",
     ),
     "triton": (
-        lambda: attention(*tensors(), AttentionSpec(), backend="triton"),
-        "backend 'triton' is not available",
+        lambda: attention(*(x.double() for x in tensors()), SPEC, backend="triton"),
+        "'triton' takes bfloat16, float16 or float32, not torch.float64",
     ),
     "column mass, lse": (
         lambda: column_mass(*tensors()[:2], torch.zeros(2, 4, 7), AttentionSpec()),
         r"lse has shape \(2, 4, 7\); it must be \(2, 4, 5\)",
     ),
     "column mass, backend": (
-        lambda: column_mass(*tensors()[:2], torch.zeros(2, 4, 5), SPEC, backend="triton"),
-        "backend 'triton' is not available",
+        lambda: column_mass(
+            *(x.double() for x in tensors()[:2]), torch.zeros(2, 4, 5), SPEC, backend="triton"
+        ),
+        "'triton' takes bfloat16, float16 or float32, not torch.float64",
     ),
 }
 SPEC = AttentionSpec()
+every_backend = pytest.mark.parametrize("backend", ["eager", "sdpa", "triton"])
 MIXED = (torch.float32, torch.float32, torch.bfloat16)
 DEVICES = ("cpu", "meta", "cpu")
 
@@ -213,7 +216,7 @@ def test_auto_is_the_backend_that_the_device_stands_for() -> None:
     assert torch.equal(auto.out, named.out)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@every_backend
 def test_only_what_was_asked_for_is_returned(backend: str) -> None:
     inputs = make_inputs(square("causal", 9), torch.float32)
     for name in ALL_STATS.row_names:
@@ -229,7 +232,7 @@ def test_only_what_was_asked_for_is_returned(backend: str) -> None:
 
 
 @pytest.mark.parametrize("stats", [None, ALL_STATS], ids=["plain", "statistics"])
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@every_backend
 def test_autocast_changes_nothing(backend: str, stats: Stats | None) -> None:
     inputs = make_inputs(square("causal", 9), torch.float32)
     expected = attention(inputs.q, inputs.k, inputs.v, SPEC, stats=stats, backend=backend)
@@ -253,7 +256,7 @@ def test_autocast_does_not_reach_into_the_backward_of_the_chunks() -> None:
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@every_backend
 def test_rows_that_see_nothing(backend: str) -> None:
     inputs = make_inputs(square("causal", 9), torch.float32)
     k, v = inputs.k[:, :, :3], inputs.v[:, :, :3]
@@ -274,7 +277,7 @@ def test_rows_that_see_nothing(backend: str) -> None:
             assert (null == 1).all()
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@every_backend
 def test_keys_past_the_length_are_never_read_into_a_result(backend: str) -> None:
     """A preallocated cache may hold any numbers past its length."""
     inputs = make_inputs(square("causal", 12), torch.float32)

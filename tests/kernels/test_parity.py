@@ -2,7 +2,11 @@
 
 A result may be off by twice the error of the eager version in the same type, or by the amount
 in the table below, whichever is larger. A new backend joins by adding its name to BACKENDS.
+The Triton kernels run in the interpreter here, which is slow: they take every case in float32,
+half of them in a half type too, some without statistics, and most with one key/value head.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +76,16 @@ def assert_close(backend: str, inputs: Inputs, stats: Stats | None = ALL_STATS) 
         )
 
 
+def slow_cases(dtypes: tuple[torch.dtype, ...], every: int) -> list[tuple[Case, torch.dtype]]:
+    """Every n-th case, in turn in each of the types; two of three with one group of heads."""
+    chosen = []
+    for n, case in enumerate(CASES[::every]):
+        if n % 3:
+            case = replace(case, H=case.H // case.Hkv, Hkv=1)
+        chosen.append((case, dtypes[n % len(dtypes)]))
+    return chosen
+
+
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_dtype = pytest.mark.parametrize("dtype", TABLE, ids=lambda x: str(x).removeprefix("torch."))
@@ -92,3 +106,24 @@ def test_backend_agrees_without_statistics(backend: str, case: Case) -> None:
     """Without statistics a backend may take another path to the same values."""
     for dtype in (torch.float32, torch.bfloat16):
         assert_close(backend, make_inputs(case, dtype), stats=None)
+
+
+def short(value: Case | torch.dtype) -> str:
+    """Name of a case or a type."""
+    return value.name if isinstance(value, Case) else str(value).removeprefix("torch.")
+
+
+FLOAT32 = slow_cases((torch.float32,), every=1)
+HALF = slow_cases((torch.bfloat16, torch.float16), every=2)
+
+
+@pytest.mark.parametrize(("case", "dtype"), FLOAT32 + HALF, ids=short)
+def test_triton_agrees_with_the_definition(case: Case, dtype: torch.dtype) -> None:
+    assert_close("triton", make_inputs(case, dtype))
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), slow_cases((torch.float32, torch.bfloat16), every=5), ids=short
+)
+def test_triton_agrees_without_statistics(case: Case, dtype: torch.dtype) -> None:
+    assert_close("triton", make_inputs(case, dtype), stats=None)

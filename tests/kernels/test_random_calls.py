@@ -68,3 +68,11 @@ def test_any_call_agrees_with_the_definition(
     backend: str, case: Case, dtype: torch.dtype, stats: Stats | None
 ) -> None:
     assert_close(backend, make_inputs(case, dtype), stats)
+
+
+@settings(
+    max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(case=random_cases(), stats=st.sampled_from([ALL_STATS, None]))
+def test_any_call_to_triton_agrees_with_the_definition(case: Case, stats: Stats | None) -> None:
+    assert_close("triton", make_inputs(case, torch.float32), stats)

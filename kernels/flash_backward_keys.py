@@ -1,0 +1,237 @@
+"""The backward kernel of keys and values: one tile of keys, all the rows that see it.
+
+The rows of every query head of the group go by in tiles, and the weights are made again from the
+saved lse. A tile is laid out with keys as rows, so that both sums are plain products:
+
+    dv_j = sum_i p_ij dO_i,    dk_j = scale sum_i dx_ij q_i
+
+Nothing is added atomically: a program owns its keys and adds in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.flash_common import (
+    LOG2E,
+    add_product,
+    d_logits,
+    document_of,
+    length_of,
+    load_row_terms,
+    load_rows,
+    narrow,
+    product,
+    row_ranges,
+    store_rows,
+    visible,
+)
+
+
+@triton.jit
+def _gather(
+    d_k,
+    d_v,
+    k,
+    v,
+    Q,
+    DOut,
+    Lse,
+    Delta,
+    DEntropy,
+    DocStarts,
+    DocEnds,
+    stride_qt,
+    stride_dot,
+    lo,
+    hi,
+    begin,
+    n,
+    b,
+    T,
+    S,
+    scale,
+    softcap,
+    slope,
+    window,
+    sinks,
+    prefix,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what the tiles of rows from lo to hi of one head send back to a tile of keys."""
+    rows = tl.arange(0, BM)
+    columns = tl.arange(0, BN)
+    for first in range(lo, hi, BM):
+        at = tl.cast(first, tl.int64)
+        left = T - first
+        q = load_rows(Q + at * stride_qt, rows, stride_qt, left, D, BLOCK_D, MASKED)
+        x = product(k, tl.trans(q), PRECISION)  # (BN, BM)
+        d_out = load_rows(DOut + at * stride_dot, rows, stride_dot, left, DV, BLOCK_DV, MASKED)
+        d_weights = product(v, tl.trans(d_out), PRECISION)
+        lse, delta, d_entropy = load_row_terms(Lse, Delta, DEntropy, at + rows, rows < left, MASKED)
+        i = n - left + rows
+        if MASKED:
+            start, end = document_of(DocStarts, DocEnds, i, n, b, S)
+            seen = visible(
+                i[None, :],
+                (begin + columns)[:, None],
+                start[None, :],
+                end[None, :],
+                window,
+                sinks,
+                prefix,
+                CAUSAL,
+                DocStarts is not None,
+            )
+        else:
+            seen = None
+        p, _, d_x = d_logits(
+            x,
+            d_weights,
+            (i - begin).to(tl.float32)[None, :],
+            columns.to(tl.float32)[:, None],
+            seen,
+            lse[None, :],
+            delta[None, :],
+            d_entropy[None, :],
+            scale,
+            softcap,
+            slope,
+            DEntropy is not None,
+        )
+        d_v = add_product(d_v, narrow(p, d_out.dtype), d_out, PRECISION)
+        d_k = add_product(d_k, narrow(d_x, q.dtype), q, PRECISION)
+    return d_k, d_v
+
+
+@triton.jit(do_not_specialize=["T", "S", "window", "sinks", "prefix"])
+def backward_keys_kernel(
+    Q,  # (B, H, T, D)
+    K,  # (B, Hkv, S, D)
+    V,  # (B, Hkv, S, DV)
+    DOut,  # (B, H, T, DV)
+    Lse,  # (B, H, T) contiguous, as the next two; all three from `delta_kernel`
+    Delta,
+    DEntropy,  # None where nothing flows back through the entropy
+    DKeys,  # (splits, B, Hkv, S, D)
+    DValues,  # (splits, B, Hkv, S, DV)
+    KvLengths,
+    DocStarts,
+    DocEnds,
+    Slopes,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_dob,
+    stride_doh,
+    stride_dot,
+    B,
+    Hkv,
+    T,
+    S,
+    scale,
+    softcap,
+    window,
+    sinks,
+    prefix,
+    CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,  # parts of the group, each with sums of its own
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients of keys begin..begin + BN; grid (tiles of keys, B * Hkv, SPLITS)."""
+    begin = tl.program_id(0) * BN
+    b = tl.program_id(1) // Hkv
+    kv_head = tl.program_id(1) % Hkv
+    split = tl.program_id(2)
+    n = length_of(KvLengths, b, S)
+    wide_b, wide_kv, wide_begin = b.to(tl.int64), kv_head.to(tl.int64), begin.to(tl.int64)
+    columns = tl.arange(0, BN)
+    K += wide_b * stride_kb + wide_kv * stride_kh + wide_begin * stride_kt
+    V += wide_b * stride_vb + wide_kv * stride_vh + wide_begin * stride_vt
+    k = load_rows(K, columns, stride_kt, n - begin, D, BLOCK_D, True)
+    v = load_rows(V, columns, stride_vt, n - begin, DV, BLOCK_DV, True)
+    d_k = tl.zeros([BN, BLOCK_D], tl.float32)
+    d_v = tl.zeros([BN, BLOCK_DV], tl.float32)
+    first, full, tail, stop = row_ranges(
+        begin, n, b, T, S, DocStarts, DocEnds, window, sinks, prefix, CAUSAL, BM, BN
+    )
+    HEADS: tl.constexpr = GROUP // SPLITS
+    for member in range(HEADS):
+        h = kv_head * GROUP + split * HEADS + member
+        wide_h = tl.cast(h, tl.int64)
+        row = (wide_b * Hkv * GROUP + wide_h) * T
+        if Slopes is not None:
+            slope = tl.load(Slopes + h) * LOG2E
+        else:
+            slope = None
+        if DEntropy is not None:
+            d_entropy = DEntropy + row
+        else:
+            d_entropy = None
+        for part in tl.static_range(3):
+            if part == 0:
+                lo, hi = first, tl.minimum(full, stop)
+            elif part == 1:
+                lo, hi = full, tail
+            else:
+                lo, hi = tail, stop
+            d_k, d_v = _gather(
+                d_k,
+                d_v,
+                k,
+                v,
+                Q + wide_b * stride_qb + wide_h * stride_qh,
+                DOut + wide_b * stride_dob + wide_h * stride_doh,
+                Lse + row,
+                Delta + row,
+                d_entropy,
+                DocStarts,
+                DocEnds,
+                stride_qt,
+                stride_dot,
+                lo,
+                hi,
+                begin,
+                n,
+                b,
+                T,
+                S,
+                scale,
+                softcap,
+                slope,
+                window,
+                sinks,
+                prefix,
+                CAUSAL,
+                part != 1,
+                D,
+                DV,
+                BLOCK_D,
+                BLOCK_DV,
+                BM,
+                BN,
+                PRECISION,
+            )
+    key = ((split.to(tl.int64) * B + wide_b) * Hkv + wide_kv) * S + wide_begin
+    store_rows(DKeys + key * D, columns, D, S - begin, d_k * scale, D, BLOCK_D)
+    store_rows(DValues + key * DV, columns, DV, S - begin, d_v, DV, BLOCK_DV)

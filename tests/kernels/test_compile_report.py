@@ -1,0 +1,100 @@
+"""What the compiler makes of our kernels for GPUs that are not there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.compile_report import COLUMNS, Line, main, print_table
+
+ROOT = Path(__file__).parents[2]
+
+# The unit that should do the matrix products. Decoding has too few rows for the newer ones.
+MATRIX_UNIT = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+NARROW_UNIT = {"sm_80": "mma", "sm_90": "mma", "sm_100": "mma", "gfx942": "mfma"}
+WITHOUT_PRODUCTS = ("delta", "merge", "rotate")
+
+# Spill loads or stores, whichever are more, that are known and accepted; all others have none.
+KNOWN_SPILLS = {
+    "sm_80 forward fp32 64 statistics": 95,
+    "sm_80 backward_keys bf16 128 entropy": 8,
+    "sm_80 backward_keys bf16 128 everything": 39,
+    "sm_90 forward bf16 128 everything": 6,
+    "sm_90 backward_keys bf16 128 entropy": 27,
+    "sm_90 backward_keys bf16 128 everything": 53,
+    "sm_90 backward_queries bf16 128 everything": 21,
+    "sm_100 forward fp32 64 statistics": 54,
+    "sm_100 backward_queries bf16 128 everything": 147,
+    "gfx942 backward_keys bf16 128 everything": 13,
+    "sm_90 forward fp32 64 statistics, ieee": 474,
+    "sm_90 backward_keys fp32 64 plain": 10,
+}
+
+
+def compiled(*choices: str) -> list[Line]:
+    """The report, made in a process where Triton compiles; no choice means everything."""
+    command = [sys.executable, "-m", "kernels.compile_report", "--json"]
+    for words in choices:
+        command += ["--only", words]
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert not done.stderr, done.stderr
+    return [Line(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def name(line: Line) -> str:
+    return f"{line.arch} {line.kernel} {line.dtype} {line.head_size} {line.options}"
+
+
+def assert_compiles(line: Line) -> None:
+    assert not line.refused, f"{name(line)}: {line.refused}"
+    assert line.matrix is not None
+    if line.kernel in WITHOUT_PRODUCTS or line.options.endswith("ieee"):
+        return
+    unit = NARROW_UNIT if line.kernel == "decode" else MATRIX_UNIT
+    assert line.matrix.get(unit[line.arch]), f"{name(line)} has no {unit[line.arch]}"
+
+
+def test_statistics_cost_no_spills_and_matrix_units_stay_in_use() -> None:
+    lines = compiled("forward statistics bf16 64", "forward statistics bf16 128", "decode 128")
+    assert len(lines) >= 12
+    for line in lines:
+        assert_compiles(line)
+        assert (line.spill_loads, line.spill_stores) == (0, 0), name(line)
+
+
+@pytest.mark.slow
+def test_no_variant_spills_more_than_is_known() -> None:
+    lines = compiled()
+    assert len(lines) <= 60
+    assert {line.arch for line in lines} == set(MATRIX_UNIT)
+    for line in lines:
+        if line.dtype == "fp32" and line.kernel.startswith("backward"):
+            assert not line.refused, name(line)  # tiles too small for the newest units
+        else:
+            assert_compiles(line)
+        spills = max(line.spill_loads or 0, line.spill_stores or 0)
+        assert spills <= KNOWN_SPILLS.get(name(line), 0), f"{name(line)}: {spills} spills"
+
+
+def test_a_report_under_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "TRITON_INTERPRET" in capsys.readouterr().err
+
+
+def test_the_table_shows_numbers_or_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    described = {"arch": "sm_90", "kernel": "forward", "dtype": "bf16", "head_size": 128}
+    tile = {"options": "plain", "tile": "128x64", "warps": 8, "stages": 3}
+    numbers = {"registers": 230, "spill_loads": 5, "spill_stores": 4, "shared": 131072}
+    good = Line(**described, **tile, **numbers, matrix={"wgmma": 24})
+    bad = Line(**described, **tile, refused="OutOfResources: shared memory")
+    print_table([good, bad])
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == list(COLUMNS)
+    assert first.endswith("128x64 w8 s3  230   5+4     131072  24 wgmma")
+    assert second.endswith(
+        "128x64 w8 s3  -     -       -       refused: OutOfResources: shared memory"
+    )

@@ -31,7 +31,6 @@ from omegaconf.errors import OmegaConfBaseException
 from data.prepare import Prepared, prepare
 from data.windows import WindowOrder, Windows
 from kernels.attention import pick_backend
-from model.checkpoint import resolve_run
 from model.decoder import Decoder
 from model.size import training_flops_per_token
 from training.config import (
@@ -62,6 +61,7 @@ from training.records import Records
 from training.report import describe_end, draw_plots, sample_texts
 from training.run_folder import (
     create_run_folder,
+    find_initial_weights,
     find_resumed_run,
     leave_later_checkpoints,
     open_resumed_run,
@@ -137,10 +137,8 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
     device = resolve_device(config.device, ranks)
     pick_backend(device, config.attention.backend)  # refuses one that cannot run here
     dtype = resolve_dtype(config.dtype, device)
-    if config.init_from is not None:
-        if config.init_from == "latest":
-            config.init_from = str(Path(config.runs_dir) / "latest")
-        resolve_run(config.init_from)  # refuses a mistyped path before the text is prepared
+    if config.init_from is not None and folder is None:
+        config.init_from = str(find_initial_weights(config))
     ranks.connect(device)
     if resume is not None:
         log.note(start_note)
@@ -173,7 +171,9 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
         checkpoint = open_resumed_run(resume, folder, text, log.note)
         model.load_state_dict(checkpoint.tensors["model"])
     elif config.init_from is not None:
-        model.load_state_dict(initial_weights(config.init_from, model, text.tokenizer.sha256))
+        model.load_state_dict(
+            initial_weights(config.init_from, model, text.tokenizer.sha256, log.note)
+        )
     model.to(device)
     maybe_compile(model, config.compile, device, log.note)
     optimizers = build_optimizers(model, config.optim)

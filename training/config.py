@@ -190,11 +190,6 @@ def check_config(config: Config, world: int = 1) -> None:
         UserError: naming the values that contradict each other and the knob that mends it.
     """
     model, train = config.model, config.train
-    if config.resume is not None and config.init_from is not None:
-        raise UserError(
-            f"resume={config.resume} continues a run and init_from={config.init_from} starts a new "
-            "one from weights: give one of them"
-        )
     if model.mask == "bidirectional":
         raise UserError(
             "model.mask=bidirectional lets every token see its own target: train with "

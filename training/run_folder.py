@@ -112,7 +112,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 # What a checkpoint is made of: a resumed run has the same, or it is another run.
-FIXED = ("model", "data", "tokenizer", "seed", "name", "init_from")
+FIXED = ("model", "data", "tokenizer", "seed", "name")
 
 
 def find_resumed_run(config: Config) -> tuple[Path | None, str]:
@@ -126,6 +126,11 @@ def find_resumed_run(config: Config) -> tuple[Path | None, str]:
     """
     if config.resume is None:
         return None, "fresh start"
+    if config.resume != "auto" and config.init_from is not None:
+        raise UserError(
+            f"resume={config.resume} continues a run and init_from={config.init_from} starts a new "
+            "one from weights: give one of them"
+        )
     if config.resume == "auto":
         for path in sorted(Path(config.runs_dir).resolve().glob("*/config.yaml"), reverse=True):
             run = path.parent
@@ -191,7 +196,7 @@ def resumed_config(run: Path, composed: Config, overrides: list[str]) -> tuple[C
     for item in overrides:
         key = item.lstrip("+").partition("=")[0]
         root = key.partition(".")[0]
-        if root in ("resume", "dry_run", "runs_dir"):
+        if root in ("resume", "dry_run", "runs_dir", "init_from"):
             continue
         fixed = [part for part in FIXED if root == "experiment"] or [key]
         for part in fixed:
@@ -204,6 +209,20 @@ def resumed_config(run: Path, composed: Config, overrides: list[str]) -> tuple[C
             OmegaConf.update(plain, key, OmegaConf.select(OmegaConf.create(wanted), key))
             changed.append(item)
     return from_dict({**as_plain(plain), "resume": str(run), "dry_run": False}), changed
+
+
+def find_initial_weights(config: Config) -> Path:
+    """Return the run, or the checkpoint in one, that ``init_from`` names: `latest` or a path.
+
+    Raises:
+        UserError: when there is none.
+    """
+    name = str(config.init_from)
+    path = Path(config.runs_dir) / "latest" if name == "latest" else Path(name)
+    try:
+        return (path if is_checkpoint(path) else resolve_run(path)).absolute()
+    except FileNotFoundError as error:
+        raise UserError(f"init_from={name}: {error}") from error
 
 
 def open_resumed_run(

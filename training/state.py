@@ -56,7 +56,9 @@ class Counters:
         return patience is not None and self.evaluations_since_best >= patience
 
 
-def initial_weights(name: str, model: Decoder, tokenizer_sha256: str) -> dict[str, Tensor]:
+def initial_weights(
+    name: str, model: Decoder, tokenizer_sha256: str, log: Callable[[str], None]
+) -> dict[str, Tensor]:
     """Return the weights that ``init_from=name`` starts a new run with: nothing else is taken.
 
     Raises:
@@ -79,6 +81,7 @@ def initial_weights(name: str, model: Decoder, tokenizer_sha256: str) -> dict[st
             f"init_from={name} has another shape of model: {unlike[0]} and {len(unlike) - 1} more "
             f"differ; its sizes are in its config.yaml"
         )
+    log(f"weights from {checkpoint.path}")
     return theirs
 
 

@@ -93,7 +93,6 @@ def test_a_mistake_is_one_line_with_the_nearest_name(override, expected):
             ("train.batch_size=7", "train.micro_batch_size=2"),
             "train.batch_size=7 does not divide over 1 rank(s) into micro-batches",
         ),
-        (("resume=latest", "init_from=x"), "give one of them"),
         (
             ("model.mask=prefix", "model.prefix=128", "model.context_length=128"),
             "model.prefix=128",

@@ -16,7 +16,7 @@ from model.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from tests.training import runs
 from train import train
 from training.config import UserError
-from training.run_folder import read_status
+from training.run_folder import read_config, read_status
 
 
 def cut_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -243,6 +243,20 @@ def test_init_from_takes_weights_only(tmp_path):
     assert start["step"] == 0
     best = min(row["val/loss"] for row in runs.rows(first) if "val/loss" in row)
     assert start["val/loss"] == pytest.approx(best, abs=1e-6)
+
+
+def test_a_run_that_began_from_weights_can_be_resumed(tmp_path, monkeypatch, capsys):
+    first = runs.run(tmp_path)
+    interrupt(tmp_path, monkeypatch, after=4, init_from="latest", seed=3)
+    second = runs.newest(tmp_path)
+    assert f"weights from {first}/checkpoints/step-" in capsys.readouterr().out
+    assert read_config(second)["init_from"] == str(first)  # not `latest`, which is this run now
+    assert runs.run(tmp_path, resume="auto", init_from=str(first), seed=3) == second
+    assert runs.rows(second)[-1]["step"] == 6
+    with pytest.raises(UserError, match="give one of them"):
+        train(runs.config(tmp_path, resume="latest", init_from="latest"), [])
+    with pytest.raises(UserError, match=r"init_from=.*nowhere: there is no run at"):
+        train(runs.config(tmp_path, init_from=str(tmp_path / "nowhere")), [])
 
 
 def test_init_from_refuses_another_shape_or_tokenizer(tmp_path):

@@ -110,7 +110,7 @@ def use_one_core_if_small(model: "Decoder") -> None:
     """Compute a small model on one core, unless OMP_NUM_THREADS says otherwise.
 
     One token is too little work to share out, and cores that wait for each other on a busy
-    machine make it fifty times slower.
+    machine make it far slower.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """`torch.optim.Muon`, working on all matrices of one shape at once.
 
 The update and the state are those of `torch.optim.Muon`; only how the work is done differs. A small
-model has many small matrices, and orthogonalising them one by one in bfloat16 takes twice as long
-as together where the CPU has bfloat16 instructions, and twenty times as long where it has not.
+model has many small matrices, and orthogonalising them one by one in bfloat16 takes longer
+than together, and much longer where the CPU has no bfloat16 instructions.
 """
 
 from collections import defaultdict

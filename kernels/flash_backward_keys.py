@@ -40,23 +40,30 @@ def _gather(
     DEntropy,
     DocStarts,
     DocEnds,
+    Slopes,
+    stride_qh,
     stride_qt,
+    stride_doh,
     stride_dot,
     lo,
+    full,
+    tail,
     hi,
     begin,
     n,
     b,
+    first_head,
+    H,
     T,
     S,
     scale,
     softcap,
-    slope,
     window,
     sinks,
     prefix,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -65,17 +72,40 @@ def _gather(
     BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what the tiles of rows from lo to hi of one head send back to a tile of keys."""
+    """Add what the rows of HEADS heads send back to a tile of keys.
+
+    The rows are those from `full` to `tail`; if masked, those from `lo` to `hi` but for them. One
+    loop goes over the tiles of all heads: a loop in a loop would keep more in registers.
+    """
     rows = tl.arange(0, BM)
     columns = tl.arange(0, BN)
-    for first in range(lo, hi, BM):
-        at = tl.cast(first, tl.int64)
+    if MASKED:
+        n_tiles = tl.maximum(tl.cdiv(hi - lo - (tail - full), BM), 0)
+    else:
+        n_tiles = (tail - full) // BM
+    for step in range(0, HEADS * n_tiles):
+        member = step // tl.maximum(n_tiles, 1)  # before the loop it may be worked out for 0
+        tile = step - member * n_tiles
+        if MASKED:
+            first = lo + tile * BM
+            first += tl.where(first >= full, tail - full, 0)
+        else:
+            first = full + tile * BM
+        h = first_head + member
         left = T - first
-        q = load_rows(Q + at * stride_qt, rows, stride_qt, left, D, BLOCK_D, MASKED)
+        wide_h, wide_first = tl.cast(h, tl.int64), tl.cast(first, tl.int64)
+        q_tile = Q + wide_h * stride_qh + wide_first * stride_qt
+        q = load_rows(q_tile, rows, stride_qt, left, D, BLOCK_D, MASKED)
         x = product(k, tl.trans(q), PRECISION)  # (BN, BM)
-        d_out = load_rows(DOut + at * stride_dot, rows, stride_dot, left, DV, BLOCK_DV, MASKED)
+        d_out_tile = DOut + wide_h * stride_doh + wide_first * stride_dot
+        d_out = load_rows(d_out_tile, rows, stride_dot, left, DV, BLOCK_DV, MASKED)
         d_weights = product(v, tl.trans(d_out), PRECISION)
-        lse, delta, d_entropy = load_row_terms(Lse, Delta, DEntropy, at + rows, rows < left, MASKED)
+        row = (tl.cast(b, tl.int64) * H + wide_h) * T + wide_first + rows
+        lse, delta, d_entropy = load_row_terms(Lse, Delta, DEntropy, row, rows < left, MASKED)
+        if Slopes is not None:
+            slope = tl.load(Slopes + h) * LOG2E
+        else:
+            slope = None
         i = n - left + rows
         if MASKED:
             start, end = document_of(DocStarts, DocEnds, i, n, b, S)
@@ -166,6 +196,8 @@ def backward_keys_kernel(
     n = length_of(KvLengths, b, S)
     wide_b, wide_kv, wide_begin = b.to(tl.int64), kv_head.to(tl.int64), begin.to(tl.int64)
     columns = tl.arange(0, BN)
+    Q += wide_b * stride_qb
+    DOut += wide_b * stride_dob
     K += wide_b * stride_kb + wide_kv * stride_kh + wide_begin * stride_kt
     V += wide_b * stride_vb + wide_kv * stride_vh + wide_begin * stride_vt
     k = load_rows(K, columns, stride_kt, n - begin, D, BLOCK_D, True)
@@ -176,62 +208,51 @@ def backward_keys_kernel(
         begin, n, b, T, S, DocStarts, DocEnds, window, sinks, prefix, CAUSAL, BM, BN
     )
     HEADS: tl.constexpr = GROUP // SPLITS
-    for member in range(HEADS):
-        h = kv_head * GROUP + split * HEADS + member
-        wide_h = tl.cast(h, tl.int64)
-        row = (wide_b * Hkv * GROUP + wide_h) * T
-        if Slopes is not None:
-            slope = tl.load(Slopes + h) * LOG2E
-        else:
-            slope = None
-        if DEntropy is not None:
-            d_entropy = DEntropy + row
-        else:
-            d_entropy = None
-        for part in tl.static_range(3):
-            if part == 0:
-                lo, hi = first, tl.minimum(full, stop)
-            elif part == 1:
-                lo, hi = full, tail
-            else:
-                lo, hi = tail, stop
-            d_k, d_v = _gather(
-                d_k,
-                d_v,
-                k,
-                v,
-                Q + wide_b * stride_qb + wide_h * stride_qh,
-                DOut + wide_b * stride_dob + wide_h * stride_doh,
-                Lse + row,
-                Delta + row,
-                d_entropy,
-                DocStarts,
-                DocEnds,
-                stride_qt,
-                stride_dot,
-                lo,
-                hi,
-                begin,
-                n,
-                b,
-                T,
-                S,
-                scale,
-                softcap,
-                slope,
-                window,
-                sinks,
-                prefix,
-                CAUSAL,
-                part != 1,
-                D,
-                DV,
-                BLOCK_D,
-                BLOCK_DV,
-                BM,
-                BN,
-                PRECISION,
-            )
+    for masked in tl.static_range(2):
+        d_k, d_v = _gather(
+            d_k,
+            d_v,
+            k,
+            v,
+            Q,
+            DOut,
+            Lse,
+            Delta,
+            DEntropy,
+            DocStarts,
+            DocEnds,
+            Slopes,
+            stride_qh,
+            stride_qt,
+            stride_doh,
+            stride_dot,
+            first,
+            full,
+            tail,
+            stop,
+            begin,
+            n,
+            b,
+            kv_head * GROUP + split * HEADS,
+            Hkv * GROUP,
+            T,
+            S,
+            scale,
+            softcap,
+            window,
+            sinks,
+            prefix,
+            CAUSAL,
+            masked == 1,
+            HEADS,
+            D,
+            DV,
+            BLOCK_D,
+            BLOCK_DV,
+            BM,
+            BN,
+            PRECISION,
+        )
     key = ((split.to(tl.int64) * B + wide_b) * Hkv + wide_kv) * S + wide_begin
     store_rows(DKeys + key * D, columns, D, S - begin, d_k * scale, D, BLOCK_D)
     store_rows(DValues + key * DV, columns, DV, S - begin, d_v, DV, BLOCK_DV)

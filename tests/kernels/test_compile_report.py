@@ -20,17 +20,12 @@ WITHOUT_PRODUCTS = ("delta", "merge", "rotate")
 # Spill loads or stores, whichever are more, that are known and accepted; all others have none.
 KNOWN_SPILLS = {
     "sm_80 forward fp32 64 statistics": 95,
-    "sm_80 backward_keys bf16 128 entropy": 8,
-    "sm_80 backward_keys bf16 128 everything": 39,
     "sm_90 forward bf16 128 everything": 6,
-    "sm_90 backward_keys bf16 128 entropy": 27,
-    "sm_90 backward_keys bf16 128 everything": 53,
     "sm_90 backward_queries bf16 128 everything": 21,
     "sm_100 forward fp32 64 statistics": 54,
     "sm_100 backward_queries bf16 128 everything": 147,
-    "gfx942 backward_keys bf16 128 everything": 13,
+    "gfx942 backward_keys bf16 128 everything": 23,
     "sm_90 forward fp32 64 statistics, ieee": 474,
-    "sm_90 backward_keys fp32 64 plain": 10,
 }
 
 

@@ -97,8 +97,12 @@ def _gather(
     V,
     stride_kt,
     stride_vt,
-    lo,
-    hi,
+    near,
+    full,
+    tail,
+    stop,
+    sink,
+    sink_stop,
     n,
     i,
     start,
@@ -124,10 +128,23 @@ def _gather(
     BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what the tiles of keys from lo to hi send back to a tile of rows."""
+    """Add what the keys that `key_ranges` names send back to a tile of rows.
+
+    The keys are those from `full` to `tail`; if masked, all others, in one loop that jumps.
+    """
     columns = tl.arange(0, BN)
     column = columns.to(tl.float32)[None, :]
-    for begin in range(lo, hi, BN):
+    if MASKED:
+        lo = near - tl.cdiv(sink_stop - sink, BN) * BN
+        hi = stop - (tail - full)
+    else:
+        lo, hi = full, tail
+    for place in range(lo, hi, BN):
+        begin = place
+        if MASKED:
+            begin += tl.where(place >= full, tail - full, 0)
+            if sinks is not None:
+                begin += tl.where(place < near, sink - lo, 0)
         at = tl.cast(begin, tl.int64)
         k = load_rows(K + at * stride_kt, columns, stride_kt, n - begin, D, BLOCK_D, MASKED)
         x = product(q, tl.trans(k), PRECISION)  # (BM, BN)
@@ -236,52 +253,47 @@ def backward_queries_kernel(
     near, full, tail, stop, sink, sink_stop = key_ranges(
         first, n, b, T, S, DocStarts, DocEnds, window, sinks, prefix, CAUSAL, BM, BN
     )
-    for part in tl.static_range(4):
-        if part == 0:
-            lo, hi = sink, sink_stop
-        elif part == 1:
-            lo, hi = near, tl.minimum(full, stop)
-        elif part == 2:
-            lo, hi = full, tail
-        else:
-            lo, hi = tail, stop
-        if part > 0 or sinks is not None:
-            d_q, d_slope = _gather(
-                d_q,
-                d_slope,
-                q,
-                d_out,
-                K,
-                V,
-                stride_kt,
-                stride_vt,
-                lo,
-                hi,
-                n,
-                i,
-                start,
-                end,
-                lse[:, None],
-                delta[:, None],
-                d_entropy[:, None],
-                scale,
-                softcap,
-                slope,
-                window,
-                sinks,
-                prefix,
-                CAUSAL,
-                DOCUMENTS,
-                part != 2,
-                DEntropy is not None,
-                DSlopes is not None,
-                D,
-                DV,
-                BLOCK_D,
-                BLOCK_DV,
-                BN,
-                PRECISION,
-            )
+    for masked in tl.static_range(2):
+        d_q, d_slope = _gather(
+            d_q,
+            d_slope,
+            q,
+            d_out,
+            K,
+            V,
+            stride_kt,
+            stride_vt,
+            near,
+            full,
+            tail,
+            stop,
+            sink,
+            sink_stop,
+            n,
+            i,
+            start,
+            end,
+            lse[:, None],
+            delta[:, None],
+            d_entropy[:, None],
+            scale,
+            softcap,
+            slope,
+            window,
+            sinks,
+            prefix,
+            CAUSAL,
+            DOCUMENTS,
+            masked == 1,
+            DEntropy is not None,
+            DSlopes is not None,
+            D,
+            DV,
+            BLOCK_D,
+            BLOCK_DV,
+            BN,
+            PRECISION,
+        )
     store_rows(DQueries, offsets, stride_dqt, n_rows, d_q * scale, D, BLOCK_D)
     if DSlopes is not None:
         place = (wide_b * H + wide_h) * tl.num_programs(0) + tile

@@ -52,7 +52,7 @@ def forward(
     masses = None
     if sink_mass:
         masses = q.new_empty(batch, heads, n_rows, len(sink_mass), dtype=torch.float32)
-    tile = _tile("forward", q, v)
+    tile = _tile("forward", q, v, rule)
     forward_kernel[_cdiv(n_rows, tile.rows), batch * heads](
         **_inputs(q, k, rule, tile),
         **_strides("v", v),
@@ -108,7 +108,7 @@ def column_mass(q: Tensor, k: Tensor, lse: Tensor, rule: Rule) -> Tensor:
     """Weight that each key receives from all rows: (B, H, S) float32."""
     batch, heads = q.shape[:2]
     mass = q.new_empty(batch, heads, k.shape[2], dtype=torch.float32)
-    tile = _tile("column_mass", q, q)
+    tile = _tile("column_mass", q, q, rule)
     column_mass_kernel[_cdiv(k.shape[2], tile.keys), batch * heads](
         **_inputs(q, k, rule, tile), Lse=lse.float().contiguous(), Mass=mass, H=heads
     )
@@ -126,7 +126,7 @@ def _row_terms(
     out, lse = results.out, results.lse
     assert lse is not None
     batch, heads, n_rows, value_size = out.shape
-    tile = _tile("delta", out, out)
+    tile = _tile("delta", out, out, rule)
     n_tiles = _cdiv(n_rows, tile.rows)
     delta, base_lse = torch.empty_like(lse), torch.empty_like(lse)
     base_d_entropy = None if d_entropy is None else torch.empty_like(lse)
@@ -166,7 +166,7 @@ def _backward_keys(
     d_out: Tensor,
     terms: dict[str, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    tile = _tile("backward_keys", q, v)
+    tile = _tile("backward_keys", q, v, rule)
     batch, kv_heads, n_keys, _ = k.shape
     n_tiles = _cdiv(n_keys, tile.keys)
     splits = _group_splits(n_tiles * batch * kv_heads, q.shape[1] // kv_heads, q.device)
@@ -204,7 +204,7 @@ def _backward_queries(
     slope_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     batch, heads, n_rows, head_size = q.shape
-    tile = _tile("backward_queries", q, v)
+    tile = _tile("backward_queries", q, v, rule)
     n_tiles = _cdiv(n_rows, tile.rows)
     d_q = _rows_first(q, head_size)
     parts = None
@@ -264,8 +264,9 @@ def _inputs(q: Tensor, k: Tensor, rule: Rule, tile: Tile) -> dict[str, Any]:
     }
 
 
-def _tile(kernel: str, q: Tensor, v: Tensor) -> Tile:
-    return tile_for(kernel, architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype)
+def _tile(kernel: str, q: Tensor, v: Tensor, rule: Rule) -> Tile:
+    head_size = max(q.shape[3], v.shape[3])
+    return tile_for(kernel, architecture(q.device), head_size, q.dtype, rule.precision)
 
 
 def _strides(name: str, x: Tensor) -> dict[str, int]:

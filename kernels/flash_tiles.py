@@ -54,16 +54,24 @@ HALF = {
     },
 }
 
-# Float32 takes twice the room, and three products for one.
+# Float32 takes twice the room, and three products of the matrix units for one.
 FLOAT32 = {
-    "forward": (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 8, 1)),
+    "forward": (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     "backward_keys": (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
     "backward_queries": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
     "column_mass": (Tile(32, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 1)),
 }
 
+# NVIDIA's matrix units do not multiply float32 exactly, so "ieee" multiplies in plain registers.
+IEEE = {
+    "forward": (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+    "backward_keys": (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+    "backward_queries": (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+    "column_mass": (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+}
 
-def tile_for(kernel: str, arch: str, head_size: int, dtype: torch.dtype) -> Tile:
+
+def tile_for(kernel: str, arch: str, head_size: int, dtype: torch.dtype, precision: str) -> Tile:
     """The tile of a kernel.
 
     Args:
@@ -71,12 +79,18 @@ def tile_for(kernel: str, arch: str, head_size: int, dtype: torch.dtype) -> Tile
         arch: what `architecture` says of the device.
         head_size: the larger of D and DV, at most 256.
         dtype: type of the inputs.
+        precision: "tf32x3" or "ieee", how float32 is multiplied.
     """
     if arch == "interpreter":
         return INTERPRETER
     if kernel == "delta":
         return DELTA
-    table = FLOAT32 if dtype == torch.float32 else HALF[arch]
+    if dtype != torch.float32:
+        table = HALF[arch]
+    elif precision == "ieee" and not arch.startswith("gfx"):
+        table = IEEE
+    else:
+        table = FLOAT32
     size = next(n for n, limit in enumerate(HEAD_SIZES) if head_size <= limit)
     return table[kernel][size]
 

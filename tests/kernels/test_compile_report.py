@@ -19,12 +19,9 @@ WITHOUT_PRODUCTS = ("delta", "merge", "rotate")
 
 # Spill loads or stores, whichever are more, that are known and accepted; all others have none.
 KNOWN_SPILLS = {
-    "sm_80 forward fp32 64 statistics": 95,
     "sm_90 forward bf16 128 everything": 6,
-    "sm_100 forward fp32 64 statistics": 54,
     "sm_100 backward_queries bf16 128 everything": 50,
     "gfx942 backward_keys bf16 128 everything": 23,
-    "sm_90 forward fp32 64 statistics, ieee": 474,
 }
 
 

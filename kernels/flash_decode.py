@@ -27,7 +27,7 @@ from kernels.flash_common import (
     product,
     visible,
 )
-from kernels.flash_forward import SINK_TILE
+from kernels.flash_sink_mass import SINK_TILE
 
 
 @triton.jit

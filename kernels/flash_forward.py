@@ -32,8 +32,7 @@ from kernels.flash_common import (
     store_rows,
     visible,
 )
-
-SINK_TILE = tl.constexpr(16)  # keys whose weights `sink_mass` can ask for
+from kernels.flash_sink_mass import SINK_TILE, sum_first_keys
 
 
 @triton.jit
@@ -121,70 +120,6 @@ def _attend(
         acc = add_product(acc * decay[:, None], narrow(w, v.dtype), v, PRECISION)
         peak = new_peak
     return acc, peak, total, spread, far, top
-
-
-@triton.jit
-def _sum_first_keys(
-    masses,
-    q,
-    K,
-    stride_kt,
-    lo,
-    hi,
-    n,
-    i,
-    start,
-    end,
-    peak,
-    scale,
-    softcap,
-    slope,
-    window,
-    sinks,
-    prefix,
-    CAUSAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COUNTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add the weights on the first keys of the document, in narrow tiles from lo to hi.
-
-    Column c of `masses` is for the first COUNTS[c] keys.
-    """
-    columns = tl.arange(0, SINK_TILE)
-    which = tl.arange(0, masses.shape[1])
-    for begin in range(lo, hi, SINK_TILE):
-        at = tl.cast(begin, tl.int64)
-        k = load_rows(K + at * stride_kt, columns, stride_kt, n - begin, D, BLOCK_D, True)
-        x = product(q, tl.trans(k), PRECISION)  # (BM, SINK_TILE)
-        j = begin + columns
-        s, _ = logits(
-            x,
-            (i - begin).to(tl.float32)[:, None],
-            columns.to(tl.float32)[None, :],
-            scale,
-            softcap,
-            slope,
-        )
-        seen = visible(
-            i[:, None],
-            j[None, :],
-            start[:, None],
-            end[:, None],
-            window,
-            sinks,
-            prefix,
-            CAUSAL,
-            DOCUMENTS,
-        )
-        w = tl.exp2(tl.where(seen, s, HIDDEN) - peak[:, None])
-        age = j[None, :] - start[:, None]
-        for c in tl.static_range(len(COUNTS)):
-            mass = tl.sum(tl.where(age < COUNTS[c], w, 0.0), 1)
-            masses += tl.where(which[None, :] == c, mass[:, None], 0.0)
-    return masses
 
 
 @triton.jit(do_not_specialize=["T", "S", "window", "sinks", "prefix"])
@@ -379,7 +314,7 @@ def forward_kernel(
                     last_start > first_start, tl.minimum(last_start + SINK_TILE, stop), lo
                 )
             if part == 0 or DOCUMENTS:
-                masses = _sum_first_keys(
+                masses = sum_first_keys(
                     masses,
                     q,
                     K,

@@ -87,6 +87,57 @@ def store_rows(base, offsets, stride, n_rows, x, SIZE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
+def load_tile(
+    Tiles,
+    b,
+    h,
+    begin,
+    base,
+    offsets,
+    stride,
+    n_rows,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    CLEARED: tl.constexpr,
+):
+    """Load rows begin.. of a head, through a descriptor, or by `load_rows` where it is None.
+
+    `base` points to row begin. Past the end of the tensor a descriptor reads 0, but from n_rows
+    up to there it reads what the memory holds, NaN included; CLEARED turns that into 0.
+    """
+    if Tiles is None:
+        return load_rows(base, offsets, stride, n_rows, SIZE, BLOCK, BOUNDED)
+    else:
+        x = Tiles.load([b, h, begin, 0]).reshape(offsets.shape[0], BLOCK)
+        if CLEARED:
+            x = tl.where((offsets < n_rows)[:, None], x, 0.0)
+        return x
+
+
+@triton.jit
+def store_tile(
+    Tiles,
+    b,
+    h,
+    begin,
+    base,
+    offsets,
+    stride,
+    n_rows,
+    x,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store rows begin.. of a head: the counterpart of `load_tile`."""
+    if Tiles is None:
+        store_rows(base, offsets, stride, n_rows, x, SIZE, BLOCK)
+    else:
+        rows = narrow(x, base.dtype.element_ty)
+        Tiles.store([b, h, begin, 0], rows.reshape(1, 1, offsets.shape[0], BLOCK))
+
+
+@triton.jit
 def squash(x):
     """Hyperbolic tangent; it is 1 in float32 long before the power is cut off."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(tl.minimum(x * (2.0 * LOG2E), 64.0)))

@@ -25,11 +25,11 @@ from kernels.flash_common import (
     document_of,
     key_ranges,
     length_of,
-    load_rows,
+    load_tile,
     logits,
     narrow,
     product,
-    store_rows,
+    store_tile,
     visible,
 )
 from kernels.flash_sink_mass import SINK_TILE, sum_first_keys
@@ -46,8 +46,12 @@ def _attend(
     q,
     K,
     V,
+    KTiles,
+    VTiles,
     stride_kt,
     stride_vt,
+    b,
+    kv_head,
     lo,
     hi,
     n,
@@ -62,6 +66,7 @@ def _attend(
     prefix,
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    RAGGED: tl.constexpr,
     MASKED: tl.constexpr,
     ENTROPY: tl.constexpr,
     DISTANCE: tl.constexpr,
@@ -78,7 +83,20 @@ def _attend(
     column = columns.to(tl.float32)[None, :]
     for begin in range(lo, hi, BN):
         at = tl.cast(begin, tl.int64)
-        k = load_rows(K + at * stride_kt, columns, stride_kt, n - begin, D, BLOCK_D, MASKED)
+        k = load_tile(
+            KTiles,
+            b,
+            kv_head,
+            begin,
+            K + at * stride_kt,
+            columns,
+            stride_kt,
+            n - begin,
+            D,
+            BLOCK_D,
+            MASKED,
+            False,
+        )
         x = product(q, tl.trans(k), PRECISION)  # (BM, BN)
         distance = (i - begin).to(tl.float32)
         if MASKED:
@@ -116,7 +134,20 @@ def _attend(
         if DISTANCE:
             far = decay * far + distance * row_sum - tl.sum(w * column, 1)
         total = decay * total + row_sum
-        v = load_rows(V + at * stride_vt, columns, stride_vt, n - begin, DV, BLOCK_DV, MASKED)
+        v = load_tile(
+            VTiles,
+            b,
+            kv_head,
+            begin,
+            V + at * stride_vt,
+            columns,
+            stride_vt,
+            n - begin,
+            DV,
+            BLOCK_DV,
+            MASKED,
+            MASKED and RAGGED,
+        )
         acc = add_product(acc * decay[:, None], narrow(w, v.dtype), v, PRECISION)
         peak = new_peak
     return acc, peak, total, spread, far, top
@@ -128,6 +159,10 @@ def forward_kernel(
     K,  # (B, Hkv, S, D)
     V,  # (B, Hkv, S, DV)
     Out,  # (B, H, T, DV)
+    QTiles,  # descriptors of the same four, of tiles (1, 1, rows, BLOCK_D or BLOCK_DV);
+    KTiles,  # all None where tiles are read and written through the pointers
+    VTiles,
+    OutTiles,
     Lse,  # (B, H, T) contiguous, as are all statistics; None where not wanted
     Entropy,
     EntropyTokens,
@@ -199,7 +234,9 @@ def forward_kernel(
     else:
         slope = None
 
-    q = load_rows(Q, offsets, stride_qt, n_rows, D, BLOCK_D, True)  # (BM, BLOCK_D)
+    q = load_tile(
+        QTiles, b, h, first, Q, offsets, stride_qt, n_rows, D, BLOCK_D, True, False
+    )  # (BM, BLOCK_D)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     peak = tl.full([BM], FLOOR, tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -230,8 +267,12 @@ def forward_kernel(
                 q,
                 K,
                 V,
+                KTiles,
+                VTiles,
                 stride_kt,
                 stride_vt,
+                b,
+                h // GROUP,
                 lo,
                 hi,
                 n,
@@ -246,6 +287,7 @@ def forward_kernel(
                 prefix,
                 CAUSAL,
                 DOCUMENTS,
+                KvLengths is not None,
                 part != 2,
                 ENTROPY,
                 DISTANCE,
@@ -282,7 +324,9 @@ def forward_kernel(
         peak = joint
         divisor = tl.where(total > 0, total, 1.0)
     share = kept / divisor  # the weight of a real key at the real peak
-    store_rows(Out, offsets, stride_ot, n_rows, acc * share[:, None], DV, BLOCK_DV)
+    store_tile(
+        OutTiles, b, h, first, Out, offsets, stride_ot, n_rows, acc * share[:, None], DV, BLOCK_DV
+    )
     if Lse is not None:
         lse = (peak + tl.log2(divisor)) * LN2
         tl.store(Lse + row, tl.where(total > 0, lse, -float("inf")), mask=inside)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.flash_backward_keys import backward_keys_kernel
 from kernels.flash_backward_queries import backward_queries_kernel, delta_kernel
@@ -13,6 +14,9 @@ from kernels.flash_column_mass import column_mass_kernel
 from kernels.flash_forward import forward_kernel
 from kernels.flash_tiles import Tile, architecture, tile_for
 from kernels.spec import ROW_STATISTICS, AttentionOutput
+
+DESCRIPTOR_ARCHITECTURES = ("sm_90", "sm_100")
+HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,13 +56,18 @@ def forward(
     masses = None
     if sink_mass:
         masses = q.new_empty(batch, heads, n_rows, len(sink_mass), dtype=torch.float32)
-    tile = _tile("forward", q, v, rule)
+    described = describable((q, k, v, out), rule)
+    tile = _tile("forward_descriptor" if described else "forward", q, v, rule)
     forward_kernel[_cdiv(n_rows, tile.rows), batch * heads](
         **_inputs(q, k, rule, tile),
         **_strides("v", v),
         **_strides("o", out),
         V=v,
         Out=out,
+        QTiles=_descriptor(q, tile.rows) if described else None,
+        KTiles=_descriptor(k, tile.keys) if described else None,
+        VTiles=_descriptor(v, tile.keys) if described else None,
+        OutTiles=_descriptor(out, tile.rows) if described else None,
         Lse=rows["lse"],
         Entropy=rows.get("entropy"),
         EntropyTokens=rows.get("entropy_tokens"),
@@ -262,6 +271,40 @@ def _inputs(q: Tensor, k: Tensor, rule: Rule, tile: Tile) -> dict[str, Any]:
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
+
+
+def describable(tensors: Sequence[Tensor], rule: Rule) -> bool:
+    """Whether the forward can move the tiles of these tensors through descriptors.
+
+    On sm_90 and later a descriptor hands whole tiles to the copy engine (TMA), and the kernel
+    keeps no addresses in registers. Everything else goes through pointers:
+
+    - older GPUs and ROCm, for which Triton turns a descriptor back into pointers;
+    - documents and float32, which have tiles chosen for the pointers;
+    - what a descriptor cannot hold: a base or a stride that is no multiple of 16 bytes, a stride
+      of 0 (as `expand` leaves), and a size of 0.
+
+    Descriptors are made on the host, so the kernel asks for no scratch memory and needs no
+    `triton.set_allocator`: Triton 3.6 and 3.7 ask the allocator only for a kernel whose
+    `global_scratch_size` is above 0.
+    """
+    return (
+        architecture(tensors[0].device) in DESCRIPTOR_ARCHITECTURES
+        and rule.starts is None
+        and all(x.dtype in HALF_TYPES and _is_aligned(x) for x in tensors)
+    )
+
+
+def _is_aligned(x: Tensor) -> bool:
+    strides = [stride * x.element_size() for stride in x.stride()[:-1]]
+    whole = all(stride > 0 and stride % 16 == 0 for stride in strides)
+    return whole and x.numel() > 0 and x.data_ptr() % 16 == 0
+
+
+def _descriptor(x: Tensor, n_rows: int) -> TensorDescriptor:
+    """A descriptor of tiles of n_rows vectors of a (B, heads, length, D) tensor."""
+    tile = [1, 1, n_rows, _block(x.shape[3])]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), tile)
 
 
 def _tile(kernel: str, q: Tensor, v: Tensor, rule: Rule) -> Tile:

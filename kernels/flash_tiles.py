@@ -36,12 +36,14 @@ HALF = {
     },
     "sm_90": {
         "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
+        "forward_descriptor": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
         "backward_keys": (Tile(32, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 1)),
         "backward_queries": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
         "column_mass": (Tile(64, 128, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 8, 2)),
     },
     "sm_100": {
         "forward": (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 1)),
+        "forward_descriptor": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 32, 8, 1)),
         "backward_keys": (Tile(32, 64, 8, 1), Tile(32, 64, 8, 1), Tile(32, 32, 8, 1)),
         "backward_queries": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 1)),
         "column_mass": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 1)),
@@ -75,7 +77,8 @@ def tile_for(kernel: str, arch: str, head_size: int, dtype: torch.dtype, precisi
     """The tile of a kernel.
 
     Args:
-        kernel: "forward", "delta", "backward_keys", "backward_queries" or "column_mass".
+        kernel: "forward", "forward_descriptor" (sm_90 and later, half types), "delta",
+            "backward_keys", "backward_queries" or "column_mass".
         arch: what `architecture` says of the device.
         head_size: the larger of D and DV, at most 256.
         dtype: type of the inputs.

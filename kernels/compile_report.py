@@ -1,8 +1,9 @@
 """What our Triton kernels need on GPUs that are not there: `python -m kernels.compile_report`.
 
 Prints, for a list of variants and four architectures, registers per thread, spills (instructions
-that load and store registers from memory, which make a kernel slow), shared memory, and the
-matrix instructions. `--only "sm_90 forward"` picks the variants whose line has these words.
+that load and store registers from memory, which make a kernel slow), shared memory, copies of
+tiles through descriptors (TMA), and the matrix instructions. `--only "sm_90 forward"` picks the
+variants whose line has these words.
 """
 
 import argparse
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of the report; the last four are None, and `refused` says why, if it failed."""
+    """One line of the report; the last five are None, and `refused` says why, if it failed."""
 
     arch: str
     kernel: str
@@ -36,9 +37,13 @@ class Line:
     spill_stores: int | None = None
     shared: int | None = None
     matrix: dict[str, int] | None = None
+    tma: int | None = None
 
 
-COLUMNS = ("arch", "kernel", "type", "D", "options", "tile", "regs", "spills", "shared", "matrix")
+COLUMNS = (
+    *("arch", "kernel", "type", "D", "options", "tile"),
+    *("regs", "spills", "shared", "TMA", "matrix"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -132,10 +137,11 @@ def _cells(line: Line) -> tuple[str, ...]:
     described = (line.arch, line.kernel, line.dtype, str(line.head_size), line.options)
     tile = f"{line.tile} w{line.warps} s{line.stages}"
     if line.matrix is None:
-        return (*described, tile, "-", "-", "-", f"refused: {line.refused}")
+        return (*described, tile, "-", "-", "-", "-", f"refused: {line.refused}")
     matrix = ", ".join(f"{count} {name}" for name, count in line.matrix.items())
     spills = f"{line.spill_loads}+{line.spill_stores}"
-    return (*described, tile, str(line.registers), spills, str(line.shared), matrix or "-")
+    numbers = (str(line.registers), spills, str(line.shared), str(line.tma))
+    return (*described, tile, *numbers, matrix or "-")
 
 
 if __name__ == "__main__":

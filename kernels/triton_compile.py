@@ -38,6 +38,9 @@ MATRIX_INSTRUCTIONS = {
     "mfma": r"v_mfma",
 }
 
+# Copies of whole tiles through a descriptor, by the copy engine of sm_90 and later.
+TILE_COPY = r"cp\.async\.bulk\.tensor"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -64,6 +67,7 @@ class Needs:
         spill_loads, spill_stores: instructions that move registers from and to memory.
         shared: bytes.
         matrix: how many matrix instructions there are of each kind.
+        tma: instructions that copy a tile through a descriptor.
     """
 
     registers: int
@@ -71,6 +75,7 @@ class Needs:
     spill_stores: int
     shared: int
     matrix: dict[str, int]
+    tma: int
 
 
 class PretendedDriver:
@@ -157,6 +162,7 @@ def compile_launch(launch: Launch, arch: str) -> Needs:
         spill_stores=stores,
         shared=shared,
         matrix={name: count for name, count in counts.items() if count},
+        tma=_count(TILE_COPY, assembly),
     )
 
 

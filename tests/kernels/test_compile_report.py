@@ -49,12 +49,27 @@ def assert_compiles(line: Line) -> None:
     assert line.matrix.get(unit[line.arch]), f"{name(line)} has no {unit[line.arch]}"
 
 
-def test_statistics_cost_no_spills_and_matrix_units_stay_in_use() -> None:
-    lines = compiled("forward statistics bf16 64", "forward statistics bf16 128", "decode 128")
+@pytest.fixture(scope="module")
+def lines() -> list[Line]:
+    """Forwards and decoding of halves with all statistics."""
+    return compiled("forward statistics bf16 64", "forward statistics bf16 128", "decode 128")
+
+
+def test_statistics_cost_no_spills_and_matrix_units_stay_in_use(lines: list[Line]) -> None:
     assert len(lines) >= 12
     for line in lines:
         assert_compiles(line)
         assert (line.spill_loads, line.spill_stores) == (0, 0), name(line)
+
+
+def test_tiles_are_copied_through_descriptors_where_the_gpu_and_the_tensors_allow_it(
+    lines: list[Line],
+) -> None:
+    forwards = [line for line in lines if line.kernel == "forward"]
+    for line in forwards:
+        copied = line.arch in ("sm_90", "sm_100") and "expanded" not in line.options
+        assert bool(line.tma) is copied, f"{name(line)}: {line.tma} copies"
+    assert sum(bool(line.tma) for line in forwards) == 4
 
 
 @pytest.mark.slow
@@ -79,13 +94,13 @@ def test_a_report_under_the_interpreter_is_refused(capsys: pytest.CaptureFixture
 def test_the_table_shows_numbers_or_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     described = {"arch": "sm_90", "kernel": "forward", "dtype": "bf16", "head_size": 128}
     tile = {"options": "plain", "tile": "128x64", "warps": 8, "stages": 3}
-    numbers = {"registers": 230, "spill_loads": 5, "spill_stores": 4, "shared": 131072}
+    numbers = {"registers": 230, "spill_loads": 5, "spill_stores": 4, "shared": 131072, "tma": 18}
     good = Line(**described, **tile, **numbers, matrix={"wgmma": 24})
     bad = Line(**described, **tile, refused="OutOfResources: shared memory")
     print_table([good, bad])
     header, first, second = capsys.readouterr().out.splitlines()
     assert header.split() == list(COLUMNS)
-    assert first.endswith("128x64 w8 s3  230   5+4     131072  24 wgmma")
+    assert first.endswith("128x64 w8 s3  230   5+4     131072  18   24 wgmma")
     assert second.endswith(
-        "128x64 w8 s3  -     -       -       refused: OutOfResources: shared memory"
+        "128x64 w8 s3  -     -       -       -    refused: OutOfResources: shared memory"
     )

@@ -141,7 +141,7 @@ def _gather(
     return d_k, d_v
 
 
-@triton.jit(do_not_specialize=["T", "S", "window", "sinks", "prefix"])
+@triton.jit(do_not_specialize=["B", "T", "S", "window", "sinks", "prefix"])
 def backward_keys_kernel(
     Q,  # (B, H, T, D)
     K,  # (B, Hkv, S, D)

@@ -54,7 +54,9 @@ def _load_keys(
     return tl.load(X + token[:, None] + columns[None, :], mask=inside, other=0.0)
 
 
-@triton.jit(do_not_specialize=["T", "S", "window", "sinks", "prefix"])
+@triton.jit(
+    do_not_specialize=["stride_table", "page_length", "B", "T", "S", "window", "sinks", "prefix"]
+)
 def decode_kernel(
     Q,  # (B, H, T, D)
     K,  # (B, Hkv, S, D), or pages
@@ -227,7 +229,7 @@ def decode_kernel(
                 tl.store(First + row * len(COUNTS) + c, mass, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "n_rows", "n_splits"])
 def merge_kernel(
     Acc,  # (splits, B, H, T, DV): the sums of each split, as the next five
     Peak,  # (splits, B, H, T)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import chunked_op
+from kernels import chunked_op, flash_decode_launch, flash_op
 from kernels.attention import AttentionSpec, Stats, attention
-from tests.kernels.cases import EVERYTHING, make_inputs, square
+from tests.kernels.cases import EVERYTHING, Case, make_inputs, square
 
 
 def loss(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, stats: Stats | None) -> Tensor:
@@ -54,3 +54,36 @@ def test_the_operation_is_well_formed(names: str) -> None:
         chunked_op._forward,
         (*tensors, spec.alibi_slopes, spec.sink_logit, True, 3, 1, 2, None, 0.5, names, [1, 4]),
     )
+
+
+def test_the_triton_backward_is_well_formed_by_itself() -> None:
+    inputs = make_inputs(
+        square("sink", 7, B=1, H=2, Hkv=1, sink_logit="learned", slopes=True), torch.float32
+    )
+    vectors = inputs.spec.alibi_slopes, inputs.spec.sink_logit
+    qkv = inputs.q.detach(), inputs.k.detach(), inputs.v.detach()
+    tensors = (
+        *qkv,
+        torch.tensor([5], dtype=torch.int32),
+        None,
+        None,
+        *(x.detach() for x in vectors),
+    )
+    numbers = (True, 3, 1, 2, None, 0.5, "ieee")
+    out, lse, entropy, *_ = flash_op.forward(*tensors, *numbers, "entropy", [])
+    results = out, lse, entropy
+    upstream = tuple(torch.randn_like(x) for x in results)
+    torch.library.opcheck(flash_op.backward, (*tensors, *results, *upstream, True, *numbers))
+
+
+def test_the_triton_operation_is_well_formed_where_it_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flash_decode_launch, "KEYS_PER_SPLIT", 16)
+    case = Case(name="decode", T=1, S=40, B=1, H=2, Hkv=1, documents=((9, 31),), lengths=(37,))
+    inputs = make_inputs(case, torch.float32)
+    starts = torch.tensor([[0] * 9 + [9] * 31], dtype=torch.int32)
+    ends = torch.tensor([[9] * 9 + [40] * 31], dtype=torch.int32)
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.kv_lengths, starts, ends, None, None)
+    numbers = (True, 30, 1, 2, None, 0.5, "ieee")
+    torch.library.opcheck(flash_op.forward, (*tensors, *numbers, "entropy max_logit", [1, 4]))

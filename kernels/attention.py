@@ -17,6 +17,7 @@ from kernels.spec import (
     AttentionSpec,
     Stats,
     check_query_and_key,
+    check_received,
     check_spec,
     check_value,
 )
@@ -61,6 +62,7 @@ def attention(
     *,
     kv_lengths: Tensor | None = None,
     stats: Stats | None = None,
+    received: Tensor | None = None,
     precision: str = "tf32x3",
     backend: str = "auto",
 ) -> AttentionOutput:
@@ -75,11 +77,22 @@ def attention(
             invisible (whatever finite numbers lie there), and query row t sits at position
             kv_lengths[b] - T + t. None means S for every sequence.
         stats: which statistics to return beside the output.
+        received: (B, H, S) in the type of a statistic, on the device of q, requiring grad: where
+            the backward pass leaves the weight that each key received; see below.
         precision: how the Triton backend multiplies float32: "tf32x3" or "ieee".
         backend: one of BACKENDS. "auto" picks by device; any other is used or raises.
 
     Returns:
         The output in the type of q, computed in float32 or better, and the chosen statistics.
+
+    The backward pass makes every weight again, so what `column_mass` would take a pass of its
+    own for costs it one add per logit. It arrives as the gradient of `received`, whose values
+    are never read: after `backward()`, `received.grad` holds the weight on each key summed over
+    the queries. This is a measurement in the place of a gradient, not a derivative: it does not
+    depend on what flows back from the loss, as long as something does (zeros count). It adds up
+    as gradients do: over the calls that share one `received`, and over backward passes until
+    `received.grad` is cleared. Outputs and other gradients stay as they are, except that `sdpa`
+    makes a plain call in chunks, as it does for statistics, equal up to rounding.
 
     Raises:
         ValueError: shapes, types, strides or names do not fit; one line that names the value.
@@ -87,6 +100,8 @@ def attention(
     check_query_and_key(q, k)
     check_value(q, k, v)
     check_spec(q, k, spec, kv_lengths)
+    if received is not None:
+        check_received(q, k, received)
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}; choose from {', '.join(PRECISIONS)}")
     if stats == NO_STATS:
@@ -95,8 +110,8 @@ def attention(
     options = {"precision": precision} if backend == "triton" else {}
     if torch.is_autocast_enabled(q.device.type):  # the types of the inputs decide, nothing else
         with torch.autocast(q.device.type, enabled=False):
-            return compute(q, k, v, spec, kv_lengths, stats, **options)
-    return compute(q, k, v, spec, kv_lengths, stats, **options)
+            return compute(q, k, v, spec, kv_lengths, stats, received, **options)
+    return compute(q, k, v, spec, kv_lengths, stats, received, **options)
 
 
 def column_mass(

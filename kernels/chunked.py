@@ -40,13 +40,14 @@ def forward(
 
 
 class Gradients(NamedTuple):
-    """Gradients of the inputs; None for a per-head vector that has or needs none."""
+    """Gradients of the inputs; None for a vector that has or needs none."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     alibi_slopes: Tensor | None
     sink_logit: Tensor | None
+    received: Tensor | None  # the column mass, (B, H, S), in the place of a gradient
 
 
 class Upstream(NamedTuple):
@@ -68,10 +69,12 @@ def backward(
     upstream: Upstream,
     *,
     slope_gradient: bool,
+    received: bool,
 ) -> Gradients:
     """Gradients of the inputs from those of out, lse and entropy, and the last two's values.
 
-    Slopes are usually fixed, and their gradient costs one more pass: it is made on request.
+    Slopes are usually fixed, and their gradient costs one more pass: it is made on request. So
+    is the column mass, which costs a sum of the weights.
     """
     call = Call(q, k, spec, kv_lengths)
     values = call.per_kv_head(v)
@@ -80,6 +83,7 @@ def backward(
     d_keys, d_values = torch.zeros_like(call.keys), torch.zeros_like(values)
     slopes = spec.alibi_slopes if slope_gradient else None
     d_slopes = None if slopes is None else torch.zeros_like(slopes, dtype=call.dtype)
+    mass = _no_mass(call) if received else None
 
     for chunk in chunks(spec, q, k, kv_lengths):
         at = chunk.rows
@@ -87,6 +91,8 @@ def backward(
         logits = call.logits(chunk, queries, keys)
         log_weights = logits.values.sub_(lse[:, :, at, None])
         weights = log_weights.exp()  # (B, H, c, n)
+        if mass is not None:
+            chunk.add_to(mass, weights.sum(dim=2).flatten(0, 1))
         d_out_rows = call.stack(d_out[:, :, at])
         chunk.add_to(d_values, torch.bmm(call.stack(weights).transpose(1, 2), d_out_rows))
 
@@ -111,6 +117,7 @@ def backward(
         v=d_values.view(v.shape).to(v.dtype),
         alibi_slopes=None if d_slopes is None or slopes is None else d_slopes.to(slopes.dtype),
         sink_logit=_sink_logit_gradient(spec.sink_logit, lse, delta, d_entropy),
+        received=None if mass is None else mass.view(*q.shape[:2], -1),
     )
 
 
@@ -120,13 +127,17 @@ def column_mass(
     """Sum the weights of each key over all queries: (B, H, S); see `kernels.attention`."""
     call = Call(q, k, spec, kv_lengths)
     lse = _finite(lse.to(call.dtype))
-    batch, heads, n_keys = q.shape[0], q.shape[1], k.shape[2]
-    mass = torch.zeros(batch * heads, n_keys, dtype=call.dtype, device=q.device)
+    mass = _no_mass(call)
     for chunk in chunks(spec, q, k, kv_lengths):
         logits = call.logits(chunk, call.scaled_queries(chunk.rows), chunk.take(call.keys))
         weights = logits.values.sub_(lse[:, :, chunk.rows, None]).exp_()
         chunk.add_to(mass, weights.sum(dim=2).flatten(0, 1))
-    return mass.view(batch, heads, n_keys)
+    return mass.view(*q.shape[:2], -1)
+
+
+def _no_mass(call: Call) -> Tensor:
+    """Column mass before the first chunk: (B * H, S) zeros."""
+    return call.keys.new_zeros(call.q.shape[0] * call.q.shape[1], call.keys.shape[1])
 
 
 @dataclass(eq=False)

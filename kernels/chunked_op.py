@@ -23,6 +23,7 @@ def chunked_attention(
     spec: AttentionSpec,
     kv_lengths: Tensor | None,
     stats: Stats,
+    received: Tensor | None = None,
 ) -> AttentionOutput:
     """Attention and its statistics; see `kernels.attention`."""
     results = _forward(
@@ -39,6 +40,7 @@ def chunked_attention(
         spec.prefix,
         spec.softcap,
         spec.scale,
+        received,
         " ".join(stats.row_names),
         list(stats.sink_mass),
     )
@@ -62,6 +64,7 @@ def _forward(
     prefix: int,
     softcap: float | None,
     scale: float | None,
+    received: Tensor | None,
     names: str,
     sink_mass: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -88,19 +91,29 @@ def _backward(
     d_lse: Tensor | None,
     d_entropy: Tensor | None,
     slope_gradient: bool,
+    received: bool,
     causal: bool,
     window: int | None,
     sinks: int,
     prefix: int,
     softcap: float | None,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     numbers = (causal, window, sinks, prefix, softcap, scale)
     spec = _spec(documents, alibi_slopes, sink_logit, numbers)
     upstream = chunked.Upstream(d_out, d_lse, d_entropy)
     with torch.autocast(q.device.type, enabled=False):
         gradients = chunked.backward(
-            q, k, v, spec, kv_lengths, lse, entropy, upstream, slope_gradient=slope_gradient
+            q,
+            k,
+            v,
+            spec,
+            kv_lengths,
+            lse,
+            entropy,
+            upstream,
+            slope_gradient=slope_gradient,
+            received=received,
         )
     return tuple(_or_empty(x, q) for x in gradients)  # type: ignore[return-value]
 
@@ -148,19 +161,21 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tens
 @_backward.register_fake
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     _, _, alibi_slopes, sink_logit, *_ = others
-    slope_gradient = others[9]
+    slope_gradient, received = others[9:11]
     batch, heads, n_rows, head_size = q.shape
+    mass = q.new_empty(batch, heads, k.shape[2], dtype=softmax_dtype(q.dtype))
     return (
         q.new_empty(batch, n_rows, heads, head_size).transpose(1, 2),
         k.new_empty(k.shape),
         v.new_empty(v.shape),
         torch.empty_like(alibi_slopes) if slope_gradient else q.new_empty(0),
         q.new_empty(0) if sink_logit is None else torch.empty_like(sink_logit),
+        mass if received else q.new_empty(0),
     )
 
 
 # Places in the arguments of `_forward`.
-ALIBI_SLOPES, SINK_LOGIT, N_TENSORS, N_SPEC, N_ARGUMENTS = 5, 6, 7, 13, 15
+ALIBI_SLOPES, SINK_LOGIT, N_TENSORS, RECEIVED, N_ARGUMENTS = 5, 6, 7, 13, 16
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -170,13 +185,14 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:N_TENSORS], lse, entropy)
-    ctx.numbers = inputs[N_TENSORS:N_SPEC]
+    ctx.numbers = inputs[N_TENSORS:RECEIVED]
 
 
 def _gradients(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     slope_gradient = ctx.needs_input_grad[ALIBI_SLOPES]
-    d_q, d_k, d_v, d_slopes, d_sink_logit = _backward(
-        *ctx.saved_tensors, *upstream[:3], slope_gradient, *ctx.numbers
+    received = ctx.needs_input_grad[RECEIVED]
+    d_q, d_k, d_v, d_slopes, d_sink_logit, mass = _backward(
+        *ctx.saved_tensors, *upstream[:3], slope_gradient, received, *ctx.numbers
     )
     gradients: list[Tensor | None] = [None] * N_ARGUMENTS
     gradients[:3] = d_q, d_k, d_v
@@ -184,6 +200,8 @@ def _gradients(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients[ALIBI_SLOPES] = d_slopes
     if ctx.needs_input_grad[SINK_LOGIT]:
         gradients[SINK_LOGIT] = d_sink_logit
+    if received:
+        gradients[RECEIVED] = mass
     return tuple(gradients)
 
 

@@ -4,6 +4,8 @@ This is the meaning every other backend is tested against. It needs O(T*S) memor
 float type up to float64 and leaves all gradients to autograd.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,11 +22,14 @@ def attention(
     spec: AttentionSpec,
     kv_lengths: Tensor | None,
     stats: Stats | None,
+    received: Tensor | None,
 ) -> AttentionOutput:
     """Compute attention and its statistics from the full matrix; see `kernels.attention`."""
     stats = stats or Stats()
     layout = make_layout(spec, q.shape[2], k.shape[2], kv_lengths, q.device)
     raw, logits, visible = _logits(q, k, spec, layout)  # (B, H, T, S)
+    if received is not None:
+        logits = _Receive.apply(logits, spec.sink_logit, received)
     log_real = _log_softmax(logits)  # over the keys alone
     with_null = _append_null(logits, spec.sink_logit)  # (B, H, T, S or S + 1)
     log_all = _log_softmax(with_null)
@@ -52,6 +57,20 @@ def attention(
         masses = [(weights * (age < n)).sum(-1) for n in stats.sink_mass]
         chosen["sink_mass"] = torch.stack(masses, dim=-1).detach()
     return AttentionOutput(out=out, **chosen)
+
+
+class _Receive(torch.autograd.Function):
+    """The logits unchanged; when a gradient comes back, their column mass goes to `received`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, sink_logit: Tensor | None, received: Tensor) -> Tensor:
+        weights = _log_softmax(_append_null(logits, sink_logit))[..., : logits.shape[-1]].exp()
+        ctx.save_for_backward(weights.sum(dim=2))
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor, None, Tensor]:
+        return d_logits, None, *ctx.saved_tensors
 
 
 def column_mass(

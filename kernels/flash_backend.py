@@ -21,6 +21,7 @@ def attention(
     spec: AttentionSpec,
     kv_lengths: Tensor | None,
     stats: Stats | None,
+    received: Tensor | None,
     precision: str = "tf32x3",
 ) -> AttentionOutput:
     """Compute attention and its statistics in linear memory; see `kernels.attention`."""
@@ -36,6 +37,7 @@ def attention(
         spec.sink_logit,
         *_numbers(spec, q.shape[3]),
         precision,
+        received,
         " ".join(stats.row_names),
         list(stats.sink_mass),
     )

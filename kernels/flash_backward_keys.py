@@ -5,6 +5,7 @@ saved lse. A tile is laid out with keys as rows, so that both sums are plain pro
 
     dv_j = sum_i p_ij dO_i,    dk_j = scale sum_i dx_ij q_i
 
+The column mass, sum_i p_ij of each query head, is a by-product for one more add per logit.
 Nothing is added atomically: a program owns its keys and adds in a fixed order.
 """
 
@@ -38,6 +39,7 @@ def _gather(
     Lse,
     Delta,
     DEntropy,
+    ColumnMass,
     DocStarts,
     DocEnds,
     Slopes,
@@ -79,6 +81,7 @@ def _gather(
     """
     rows = tl.arange(0, BM)
     columns = tl.arange(0, BN)
+    mass = tl.zeros([BN], tl.float32)
     if MASKED:
         n_tiles = tl.maximum(tl.cdiv(hi - lo - (tail - full), BM), 0)
     else:
@@ -136,6 +139,11 @@ def _gather(
             slope,
             DEntropy is not None,
         )
+        if ColumnMass is not None:
+            mass = tl.where(tile == 0, 0.0, mass) + tl.sum(p, 1)
+            key = (tl.cast(b, tl.int64) * H + wide_h) * S + begin + columns
+            whole = (columns < S - begin) & (tile == n_tiles - 1)
+            tl.store(ColumnMass + key, mass, mask=whole)
         d_v = add_product(d_v, narrow(p, d_out.dtype), d_out, PRECISION)
         d_k = add_product(d_k, narrow(d_x, q.dtype), q, PRECISION)
     return d_k, d_v
@@ -152,6 +160,7 @@ def backward_keys_kernel(
     DEntropy,  # None where nothing flows back through the entropy
     DKeys,  # (splits, B, Hkv, S, D)
     DValues,  # (splits, B, Hkv, S, DV)
+    ColumnMass,  # (2, B, H, S) float32 zeros, or None: what full and what masked tiles receive
     KvLengths,
     DocStarts,
     DocEnds,
@@ -209,6 +218,10 @@ def backward_keys_kernel(
     )
     HEADS: tl.constexpr = GROUP // SPLITS
     for masked in tl.static_range(2):
+        if ColumnMass is not None:
+            column_mass = ColumnMass + masked * (tl.cast(B, tl.int64) * Hkv * GROUP * S)
+        else:
+            column_mass = None
         d_k, d_v = _gather(
             d_k,
             d_v,
@@ -219,6 +232,7 @@ def backward_keys_kernel(
             Lse,
             Delta,
             DEntropy,
+            column_mass,
             DocStarts,
             DocEnds,
             Slopes,

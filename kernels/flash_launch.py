@@ -96,10 +96,12 @@ def backward(
     d_entropy: Tensor | None,
     *,
     slope_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    received: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, v, slopes and sink logit from those of out, lse and entropy.
 
-    `results` holds what `forward` returned: out, lse, and entropy if its gradient is given.
+    `results` holds what `forward` returned: out, lse, and entropy if its gradient is given. The
+    last result is the column mass, (B, H, S) float32, where `received` asks for it.
     """
     if d_out is None:
         d_out = torch.zeros_like(results.out)
@@ -108,9 +110,9 @@ def backward(
     d_lse = None if d_lse is None else d_lse.contiguous()
     d_entropy = None if d_entropy is None else d_entropy.contiguous()
     terms, d_sink_logit = _row_terms(rule, results, d_out, d_lse, d_entropy)
-    d_k, d_v = _backward_keys(q, k, v, rule, d_out, terms)
+    d_k, d_v, mass = _backward_keys(q, k, v, rule, d_out, terms, received=received)
     d_q, d_slopes = _backward_queries(q, k, v, rule, d_out, terms, slope_gradient=slope_gradient)
-    return d_q, d_k, d_v, d_slopes, d_sink_logit
+    return d_q, d_k, d_v, d_slopes, d_sink_logit, mass
 
 
 def column_mass(q: Tensor, k: Tensor, lse: Tensor, rule: Rule) -> Tensor:
@@ -174,7 +176,9 @@ def _backward_keys(
     rule: Rule,
     d_out: Tensor,
     terms: dict[str, Tensor | None],
-) -> tuple[Tensor, Tensor]:
+    *,
+    received: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     tile = _tile("backward_keys", q, v, rule)
     batch, kv_heads, n_keys, _ = k.shape
     n_tiles = _cdiv(n_keys, tile.keys)
@@ -182,6 +186,9 @@ def _backward_keys(
     dtype = k.dtype if splits == 1 else torch.float32
     d_k = k.new_empty(splits, *k.shape, dtype=dtype)
     d_v = v.new_empty(splits, *v.shape, dtype=dtype)
+    parts = None
+    if received:  # a tile of keys may see no row; no head is in two splits
+        parts = q.new_zeros(2, batch, q.shape[1], n_keys, dtype=torch.float32)
     backward_keys_kernel[n_tiles, batch * kv_heads, splits](
         **_inputs(q, k, rule, tile),
         **_strides("v", v),
@@ -191,15 +198,17 @@ def _backward_keys(
         **terms,
         DKeys=d_k,
         DValues=d_v,
+        ColumnMass=parts,
         B=batch,
         Hkv=kv_heads,
         SPLITS=splits,
         DV=v.shape[3],
         BLOCK_DV=_block(v.shape[3]),
     )
+    mass = None if parts is None else parts.sum(0)
     if splits == 1:
-        return d_k[0], d_v[0]
-    return d_k.sum(0).to(k.dtype), d_v.sum(0).to(v.dtype)
+        return d_k[0], d_v[0], mass
+    return d_k.sum(0).to(k.dtype), d_v.sum(0).to(v.dtype), mass
 
 
 def _backward_queries(

@@ -36,6 +36,7 @@ def forward(
     softcap: float | None,
     scale: float,
     precision: str,
+    received: Tensor | None,
     names: str,
     sink_mass: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -67,6 +68,7 @@ def backward(
     d_lse: Tensor | None,
     d_entropy: Tensor | None,
     slope_gradient: bool,
+    received: bool,
     causal: bool,
     window: int | None,
     sinks: int,
@@ -74,15 +76,27 @@ def backward(
     softcap: float | None,
     scale: float,
     precision: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, alibi_slopes (on request: it costs time) and sink_logit."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, alibi_slopes, sink_logit, and the column mass as that of `received`.
+
+    Those of the slopes and of `received` are made on request.
+    """
     rule = _rule(
         (kv_lengths, starts, ends, alibi_slopes, sink_logit),
         (causal, window, sinks, prefix, softcap, scale, precision),
     )
     results = AttentionOutput(out=out, lse=lse, entropy=entropy)
     gradients = flash_launch.backward(
-        q, k, v, rule, results, d_out, d_lse, d_entropy, slope_gradient=slope_gradient
+        q,
+        k,
+        v,
+        rule,
+        results,
+        d_out,
+        d_lse,
+        d_entropy,
+        slope_gradient=slope_gradient,
+        received=received,
     )
     return tuple(_or_empty(x, q) for x in gradients)  # type: ignore[return-value]
 
@@ -155,7 +169,7 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tens
 @backward.register_fake
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     _, _, _, alibi_slopes, sink_logit, *_ = others
-    slope_gradient = others[11]
+    slope_gradient, received = others[11:13]
     batch, heads, n_rows, head_size = q.shape
     return (
         q.new_empty(batch, n_rows, heads, head_size).transpose(1, 2),
@@ -163,6 +177,7 @@ def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Ten
         v.new_empty(v.shape),
         torch.empty_like(alibi_slopes) if slope_gradient else q.new_empty(0),
         q.new_empty(0) if sink_logit is None else torch.empty_like(sink_logit),
+        _column_mass_shape(q, k) if received else q.new_empty(0),
     )
 
 
@@ -172,7 +187,7 @@ def _column_mass_shape(q: Tensor, k: Tensor, *others: Any) -> Tensor:
 
 
 # Places in the arguments of `forward`.
-ALIBI_SLOPES, SINK_LOGIT, N_TENSORS, N_RULE, N_ARGUMENTS = 6, 7, 8, 15, 17
+ALIBI_SLOPES, SINK_LOGIT, N_TENSORS, RECEIVED, N_ARGUMENTS = 6, 7, 8, 15, 18
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -182,13 +197,14 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:N_TENSORS], out, lse, entropy)
-    ctx.numbers = inputs[N_TENSORS:N_RULE]
+    ctx.numbers = inputs[N_TENSORS:RECEIVED]
 
 
 def _gradients(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     slope_gradient = ctx.needs_input_grad[ALIBI_SLOPES]
-    d_q, d_k, d_v, d_slopes, d_sink_logit = backward(
-        *ctx.saved_tensors, *upstream[:3], slope_gradient, *ctx.numbers
+    received = ctx.needs_input_grad[RECEIVED]
+    d_q, d_k, d_v, d_slopes, d_sink_logit, mass = backward(
+        *ctx.saved_tensors, *upstream[:3], slope_gradient, received, *ctx.numbers
     )
     gradients: list[Tensor | None] = [None] * N_ARGUMENTS
     gradients[:3] = d_q, d_k, d_v
@@ -196,6 +212,8 @@ def _gradients(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients[ALIBI_SLOPES] = d_slopes
     if ctx.needs_input_grad[SINK_LOGIT]:
         gradients[SINK_LOGIT] = d_sink_logit
+    if received:
+        gradients[RECEIVED] = mass
     return tuple(gradients)
 
 
@@ -231,6 +249,6 @@ def forward_flops(q: Shape, k: Shape, v: Shape, *others: Any, **_: Any) -> int:
 @register_flop_formula(torch.ops.glassgpt.flash_attention_backward)
 def backward_flops(q: Shape, k: Shape, v: Shape, *others: Any, **_: Any) -> int:
     """By convention five products: the logits again, and four for the gradients."""
-    causal, window, sinks, prefix = others[12:16]
+    causal, window, sinks, prefix = others[13:17]
     pairs = visible_pairs(q[2], k[2], causal, window, sinks, prefix)
     return 2 * q[0] * q[1] * pairs * (3 * q[3] + 2 * v[3])

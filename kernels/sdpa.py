@@ -1,7 +1,8 @@
 """The `sdpa` backend: PyTorch's own fused attention where it fits, exact chunks for the rest.
 
 The stock operation takes plain causal and bidirectional calls without statistics; windows,
-documents, prefixes, biases, sink logits, unequal lengths and statistics go to the chunks.
+documents, prefixes, biases, sink logits, unequal lengths, statistics and received weight go to
+the chunks.
 """
 
 import torch
@@ -22,14 +23,16 @@ def attention(
     spec: AttentionSpec,
     kv_lengths: Tensor | None,
     stats: Stats | None,
+    received: Tensor | None,
 ) -> AttentionOutput:
     """Compute attention and its statistics in linear memory; see `kernels.attention`."""
-    if kv_lengths is None and stats is None and _is_plain(spec, q.shape[2], k.shape[2]):
+    measured = stats is not None or received is not None
+    if kv_lengths is None and not measured and _is_plain(spec, q.shape[2], k.shape[2]):
         if spec.window is not None:  # a single query: cut off what lies before its window
             k, v = k[:, :, -spec.window :], v[:, :, -spec.window :]
         if q.shape[3] == v.shape[3]:  # else the stock operation makes the whole matrix
             return AttentionOutput(_stock(q, k, v, spec))
-    return chunked_attention(q, k, v, spec, kv_lengths, stats or Stats())
+    return chunked_attention(q, k, v, spec, kv_lengths, stats or Stats(), received)
 
 
 def column_mass(

@@ -209,6 +209,16 @@ def check_spec(q: Tensor, k: Tensor, spec: AttentionSpec, kv_lengths: Tensor | N
         _check_side_tensor(kv_lengths, "kv_lengths", (batch,), INTEGERS, q)
 
 
+def check_received(q: Tensor, k: Tensor, received: Tensor) -> None:
+    """Raise ValueError, in one line, if `received` (B, H, S) does not fit or wants no gradient."""
+    shape = (q.shape[0], q.shape[1], k.shape[2])
+    _check_side_tensor(received, "received", shape, (softmax_dtype(q.dtype),), q)
+    if not received.requires_grad:
+        raise ValueError(
+            "received does not require grad; make it with requires_grad=True, or pass None"
+        )
+
+
 def _shape(x: Tensor) -> str:
     return str(tuple(x.shape))
 

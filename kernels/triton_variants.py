@@ -55,6 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "statistics, ieee": {"names": ROW_STATISTICS, "sink_mass": SINK_MASS, "precision": "ieee"},
     "entropy": {"names": ("lse", "entropy")},  # with gradients of both
+    "received": {"received": True},
     "everything": {"names": ROW_STATISTICS, "sink_mass": SINK_MASS, "masks": True},
 }
 
@@ -75,6 +76,7 @@ def variants() -> list[Variant]:
         ("forward", "plain", 80, "fp16"),
         ("backward_keys", "plain", 64, "fp32"),
         ("backward_queries", "plain", 64, "bf16"),
+        ("backward_keys", "received", 64, "bf16"),
         ("column_mass", "plain", 128, "bf16"),
         ("decode", "everything", 128, "bf16"),
         ("merge", "everything", 128, "bf16"),
@@ -165,6 +167,7 @@ def _backward(
     *,
     names: tuple[str, ...] = (),
     sink_mass: tuple[int, ...] = (),
+    received: bool = False,
     **options: Any,
 ) -> object:
     q, k, v = _qkv(head_size, dtype)
@@ -174,7 +177,16 @@ def _backward(
     d_row = row if names else None
     learned = rule.alibi_slopes is not None
     return flash_launch.backward(
-        q, k, v, rule, results, results.out, d_row, d_row, slope_gradient=learned
+        q,
+        k,
+        v,
+        rule,
+        results,
+        results.out,
+        d_row,
+        d_row,
+        slope_gradient=learned,
+        received=received,
     )
 
 

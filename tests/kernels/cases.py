@@ -248,22 +248,36 @@ def run(inputs: Inputs, backend: str, stats: Stats | None = ALL_STATS) -> dict[s
     """Everything a backend makes of the inputs: output, statistics, column mass, gradients.
 
     The gradients are of one loss over output, lse and entropy with fixed random coefficients.
+    The column mass is there twice: from its own pass, and as `received` from the backward.
     Without statistics there are only the output and the gradients through it.
     """
     q, k, v, spec, kv_lengths = inputs.q, inputs.k, inputs.v, inputs.spec, inputs.kv_lengths
-    output = attention(q, k, v, spec, kv_lengths=kv_lengths, stats=stats, backend=backend)
+    received = None if stats is None else unread(inputs)
+    output = attention(
+        q, k, v, spec, kv_lengths=kv_lengths, stats=stats, received=received, backend=backend
+    )
     results = {name: x for name, x in output._asdict().items() if x is not None}
     if output.lse is not None:
         results["column_mass"] = column_mass(
             q, k, output.lse, spec, kv_lengths=kv_lengths, backend=backend
         )
     upstream = coefficients(output)
-    leaves = inputs.leaves()
+    wanted = {f"d_{name}": x for name, x in inputs.leaves().items()}
+    if received is not None:
+        wanted["received"] = received
     gradients = torch.autograd.grad(
-        [results[name] for name in upstream], list(leaves.values()), list(upstream.values())
+        [results[name] for name in upstream], list(wanted.values()), list(upstream.values())
     )
-    results |= {f"d_{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    results |= dict(zip(wanted, gradients, strict=True))
     return {name: x.detach() for name, x in results.items()}
+
+
+def unread(inputs: Inputs) -> Tensor:
+    """A `received` for these inputs, (B, H, S); its values would spoil any sum that they joined."""
+    q, k = inputs.q, inputs.k
+    shape = (q.shape[0], q.shape[1], k.shape[2])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.full(shape, torch.nan, dtype=dtype, device=q.device, requires_grad=True)
 
 
 def coefficients(output: AttentionOutput) -> dict[str, Tensor]:

@@ -45,14 +45,28 @@ def test_a_compiled_caller_is_one_graph(case, stats: Stats | None) -> None:
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("names", ["", "entropy max_logit mean_distance"])
-def test_the_operation_is_well_formed(names: str) -> None:
+@pytest.mark.parametrize(("names", "measure"), [("", False), ("entropy mean_distance", True)])
+def test_the_operation_is_well_formed(names: str, measure: bool) -> None:
     inputs = make_inputs(square("sink", 7, sink_logit="learned", slopes=True), torch.float32)
     spec = inputs.spec
+    received = torch.zeros(2, 4, 7, requires_grad=True) if measure else None
     tensors = (inputs.q, inputs.k, inputs.v, torch.tensor([7, 3], dtype=torch.int32), None)
     torch.library.opcheck(
         chunked_op._forward,
-        (*tensors, spec.alibi_slopes, spec.sink_logit, True, 3, 1, 2, None, 0.5, names, [1, 4]),
+        (
+            *tensors,
+            spec.alibi_slopes,
+            spec.sink_logit,
+            True,
+            3,
+            1,
+            2,
+            None,
+            0.5,
+            received,
+            names,
+            [1, 4],
+        ),
     )
 
 

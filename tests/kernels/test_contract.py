@@ -122,6 +122,22 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attention(*(x.double() for x in tensors()), SPEC, backend="triton"),
         "'triton' takes bfloat16, float16 or float32, not torch.float64",
     ),
+    "received shape": (
+        lambda: attention(*tensors(), SPEC, received=torch.zeros(2, 2, 7, requires_grad=True)),
+        r"received has shape \(2, 2, 7\); it must be \(2, 4, 7\)",
+    ),
+    "received type": (
+        lambda: attention(*tensors(), SPEC, received=torch.zeros(2, 4, 7).bfloat16()),
+        "received is torch.bfloat16; it must be one of float32",
+    ),
+    "received device": (
+        lambda: attention(*tensors(), SPEC, received=torch.zeros(2, 4, 7, device="meta")),
+        "q is on cpu and received on meta",
+    ),
+    "received without grad": (
+        lambda: attention(*tensors(), SPEC, received=torch.zeros(2, 4, 7)),
+        "received does not require grad; make it with requires_grad=True",
+    ),
     "column mass, lse": (
         lambda: column_mass(*tensors()[:2], torch.zeros(2, 4, 7), AttentionSpec()),
         r"lse has shape \(2, 4, 7\); it must be \(2, 4, 5\)",

@@ -53,7 +53,7 @@ def assert_close(inputs: Inputs) -> None:
     """Compare with the definition in float64, within the bounds of the other backends."""
     exact = inputs.to(torch.float64)
     truth = eager.attention(
-        exact.q, exact.k, exact.v, exact.spec, exact.kv_lengths, ALL_STATS
+        exact.q, exact.k, exact.v, exact.spec, exact.kv_lengths, ALL_STATS, None
     )._asdict()
     results = run_decode(inputs)._asdict()
     size = 1 + largest(truth["max_logit"]) / 10

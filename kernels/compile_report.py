@@ -2,8 +2,9 @@
 
 Prints, for a list of variants and four architectures, registers per thread, spills (instructions
 that load and store registers from memory, which make a kernel slow), shared memory, copies of
-tiles through descriptors (TMA), and the matrix instructions. `--only "sm_90 forward"` picks the
-variants whose line has these words.
+tiles through descriptors (TMA), and the matrix instructions. `per_logit` is how many instructions
+a warp issues for each logit of a lane, in the loop without masks, and how many of them are
+exponentials. `--only "sm_90 forward"` picks the variants whose line has these words.
 """
 
 import argparse
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of the report; the last five are None, and `refused` says why, if it failed."""
+    """One line of the report; the last six are None, and `refused` says why, if it failed."""
 
     arch: str
     kernel: str
@@ -36,13 +37,14 @@ class Line:
     spill_loads: int | None = None
     spill_stores: int | None = None
     shared: int | None = None
+    per_logit: tuple[float, float] | None = None
     matrix: dict[str, int] | None = None
     tma: int | None = None
 
 
 COLUMNS = (
     *("arch", "kernel", "type", "D", "options", "tile"),
-    *("regs", "spills", "shared", "TMA", "matrix"),
+    *("regs", "spills", "shared", "TMA", "per_logit", "matrix"),
 )
 
 
@@ -137,10 +139,14 @@ def _cells(line: Line) -> tuple[str, ...]:
     described = (line.arch, line.kernel, line.dtype, str(line.head_size), line.options)
     tile = f"{line.tile} w{line.warps} s{line.stages}"
     if line.matrix is None:
-        return (*described, tile, "-", "-", "-", "-", f"refused: {line.refused}")
+        return (*described, tile, "-", "-", "-", "-", "-", f"refused: {line.refused}")
     matrix = ", ".join(f"{count} {name}" for name, count in line.matrix.items())
     spills = f"{line.spill_loads}+{line.spill_stores}"
-    numbers = (str(line.registers), spills, str(line.shared), str(line.tma))
+    per_logit = "-"
+    if line.per_logit is not None:
+        instructions, exponentials = line.per_logit
+        per_logit = f"{instructions:.1f} ({exponentials:.2f})"
+    numbers = (str(line.registers), spills, str(line.shared), str(line.tma), per_logit)
     return (*described, tile, *numbers, matrix or "-")
 
 

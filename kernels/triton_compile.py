@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
+from kernels.machine_code import PerLogit, per_logit, read_amd, read_nvidia
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -68,6 +70,7 @@ class Needs:
         shared: bytes.
         matrix: how many matrix instructions there are of each kind.
         tma: instructions that copy a tile through a descriptor.
+        per_logit: what the loop over tiles without masks issues; None for a kernel without logits.
     """
 
     registers: int
@@ -76,6 +79,7 @@ class Needs:
     shared: int
     matrix: dict[str, int]
     tma: int
+    per_logit: PerLogit | None
 
 
 class PretendedDriver:
@@ -154,8 +158,15 @@ def compile_launch(launch: Launch, arch: str) -> Needs:
     if amd:
         registers = int(_found(r"\.vgpr_count:\s*(\d+)", assembly))
         loads, stores = _count("scratch_load", assembly), _count("scratch_store", assembly)
+        code = read_amd(assembly)
     else:
-        registers, loads, stores = _read_cubin(compiled.asm["cubin"])
+        usage, listing = _read_cubin(compiled.asm["cubin"])
+        registers = int(_found(r"REG:(\d+)", usage))
+        loads, stores = _count(r"\bLDL", listing), _count(r"\bSTL", listing)
+        code = read_nvidia(listing)
+    rows, keys = launch.constant("BM"), launch.constant("BN")
+    lanes = launch.warps * TARGETS[arch].warp_size
+    exponentials = 2 if launch.signature.get("softcap") == "fp32" else 1
     return Needs(
         registers=registers,
         spill_loads=loads,
@@ -163,11 +174,12 @@ def compile_launch(launch: Launch, arch: str) -> Needs:
         shared=shared,
         matrix={name: count for name, count in counts.items() if count},
         tma=_count(TILE_COPY, assembly),
+        per_logit=per_logit(code, rows * keys / lanes, exponentials) if rows and keys else None,
     )
 
 
-def _read_cubin(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, spill loads and spill stores, by the tool that Triton brings along."""
+def _read_cubin(cubin: bytes) -> tuple[str, str]:
+    """Resource usage and machine code, by the tool that Triton brings along."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -176,7 +188,7 @@ def _read_cubin(cubin: bytes) -> tuple[int, int, int]:
             subprocess.run([tool, option, file.name], capture_output=True, text=True).stdout
             for option in ("-res-usage", "-sass")
         )
-    return int(_found(r"REG:(\d+)", usage)), _count(r"\bLDL", code), _count(r"\bSTL", code)
+    return usage, code
 
 
 def _count(pattern: str, text: str) -> int:

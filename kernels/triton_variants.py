@@ -71,6 +71,7 @@ def variants() -> list[Variant]:
         for head_size in (64, 128):
             listed.append(_variant(arch, "forward", "statistics, expanded", head_size, "bf16"))
     for kernel, options, head_size, dtype in (
+        ("forward", "plain", 64, "bf16"),
         ("forward", "statistics, ieee", 64, "fp32"),
         ("forward", "statistics", 256, "bf16"),
         ("forward", "plain", 80, "fp16"),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ KNOWN_SPILLS = {
     "sm_100 backward_queries bf16 128 everything": 50,
     "gfx942 backward_keys bf16 128 everything": 23,
 }
+
+# Instructions that all statistics together add for each logit of a lane on sm_90, by head size.
+STATISTICS_PER_LOGIT = {128: 3.06, 64: 2.81}
 
 
 def compiled(*choices: str) -> list[Line]:
@@ -72,6 +76,20 @@ def test_tiles_are_copied_through_descriptors_where_the_gpu_and_the_tensors_allo
     assert sum(bool(line.tma) for line in forwards) == 4
 
 
+def test_statistics_add_few_instructions_per_logit() -> None:
+    choices = product(("plain", "statistics"), STATISTICS_PER_LOGIT)
+    lines = compiled(*(f"sm_90 forward bf16 {options} {size}" for options, size in choices))
+    by_name = {(line.options, line.head_size): line for line in lines}
+    for head_size, known in STATISTICS_PER_LOGIT.items():
+        plain, full = (by_name[options, head_size] for options in ("plain", "statistics"))
+        assert (plain.tile, plain.warps) == (full.tile, full.warps)
+        assert plain.per_logit is not None
+        assert full.per_logit is not None
+        assert plain.per_logit[1] == full.per_logit[1] < 1.1  # one tile a pass, one lane a logit
+        added = full.per_logit[0] - plain.per_logit[0]
+        assert 2 < added < known + 0.3, f"D {head_size}: {added:.2f} instructions more"
+
+
 @pytest.mark.slow
 def test_no_variant_spills_more_than_is_known() -> None:
     lines = compiled()
@@ -95,12 +113,12 @@ def test_the_table_shows_numbers_or_the_reason(capsys: pytest.CaptureFixture[str
     described = {"arch": "sm_90", "kernel": "forward", "dtype": "bf16", "head_size": 128}
     tile = {"options": "plain", "tile": "128x64", "warps": 8, "stages": 3}
     numbers = {"registers": 230, "spill_loads": 5, "spill_stores": 4, "shared": 131072, "tma": 18}
-    good = Line(**described, **tile, **numbers, matrix={"wgmma": 24})
+    per_logit = (11.09375, 1.0625)
+    good = Line(**described, **tile, **numbers, per_logit=per_logit, matrix={"wgmma": 24})
     bad = Line(**described, **tile, refused="OutOfResources: shared memory")
     print_table([good, bad])
     header, first, second = capsys.readouterr().out.splitlines()
     assert header.split() == list(COLUMNS)
-    assert first.endswith("128x64 w8 s3  230   5+4     131072  18   24 wgmma")
-    assert second.endswith(
-        "128x64 w8 s3  -     -       -       -    refused: OutOfResources: shared memory"
-    )
+    assert first.endswith("128x64 w8 s3  230   5+4     131072  18   11.1 (1.06)  24 wgmma")
+    refused = "-     -       -       -    -            refused: OutOfResources: shared memory"
+    assert second.endswith(f"128x64 w8 s3  {refused}")

@@ -45,11 +45,14 @@ class Call:
 
     def stack(self, x: Tensor) -> Tensor:
         """Stack the heads of a group: (B, H, c, E) to (B * Hkv, group * c, E)."""
-        return x.to(self.dtype).reshape(self.keys.shape[0], -1, x.shape[3])
+        batch, heads, rows, size = x.shape
+        stacks = self.keys.shape[0]
+        return x.to(self.dtype).reshape(stacks, batch * heads // stacks * rows, size)
 
     def unstack(self, x: Tensor) -> Tensor:
         """Give every query head its own rows again: (B * Hkv, group * c, E) to (B, H, c, E)."""
-        return x.view(self.q.shape[0], self.q.shape[1], -1, x.shape[2])
+        batch, heads = self.q.shape[:2]
+        return x.view(batch, heads, x.shape[0] * x.shape[1] // (batch * heads), x.shape[2])
 
     def scaled_queries(self, rows: slice) -> Tensor:
         """Stacked rows of scale * q."""

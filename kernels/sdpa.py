@@ -1,8 +1,9 @@
 """The `sdpa` backend: PyTorch's own fused attention where it fits, exact chunks for the rest.
 
-The stock operation takes plain causal and bidirectional calls without statistics; windows,
-documents, prefixes, biases, sink logits, unequal lengths, statistics and received weight go to
-the chunks.
+The stock operation takes plain causal and bidirectional calls; windows, documents, prefixes,
+biases, sink logits, unequal lengths and received weight go to the chunks. Statistics of a plain
+call are measured in chunks beside the stock operation, so that asking for them changes no bit of
+the output or of its gradients.
 """
 
 import torch
@@ -26,13 +27,17 @@ def attention(
     received: Tensor | None,
 ) -> AttentionOutput:
     """Compute attention and its statistics in linear memory; see `kernels.attention`."""
-    measured = stats is not None or received is not None
-    if kv_lengths is None and not measured and _is_plain(spec, q.shape[2], k.shape[2]):
-        if spec.window is not None:  # a single query: cut off what lies before its window
-            k, v = k[:, :, -spec.window :], v[:, :, -spec.window :]
-        if q.shape[3] == v.shape[3]:  # else the stock operation makes the whole matrix
-            return AttentionOutput(_stock(q, k, v, spec))
-    return chunked_attention(q, k, v, spec, kv_lengths, stats or Stats(), received)
+    plain = _is_plain(spec, q.shape[2], k.shape[2]) and kv_lengths is None and received is None
+    if not plain or q.shape[3] != v.shape[3]:  # of unequal sizes the stock one makes the matrix
+        return chunked_attention(q, k, v, spec, kv_lengths, stats or Stats(), received)
+    near_k, near_v = k, v
+    if spec.window is not None:  # a single query: cut off what lies before its window
+        near_k, near_v = k[:, :, -spec.window :], v[:, :, -spec.window :]
+    out = _stock(q, near_k, near_v, spec)
+    if stats is None:
+        return AttentionOutput(out)
+    no_values = v[..., :0]
+    return chunked_attention(q, k, no_values, spec, kv_lengths, stats, None)._replace(out=out)
 
 
 def column_mass(

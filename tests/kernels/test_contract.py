@@ -190,7 +190,7 @@ class Counter:
         (1, {}, None, True),
         (1, {"window": 3}, None, True),
         (1, {"prefix": 3}, None, True),
-        (7, {}, Stats(lse=True), False),
+        (7, {}, Stats(lse=True), True),
         (7, {"window": 6}, None, False),
         (7, {"prefix": 2}, None, False),
         (7, {"softcap": 3.0}, None, False),
@@ -230,6 +230,43 @@ def test_auto_is_the_backend_that_the_device_stands_for() -> None:
         for backend in ("auto", "sdpa")
     )
     assert torch.equal(auto.out, named.out)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 5}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_statistics_change_no_bit_of_output_or_gradients(
+    backend: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    inputs = make_inputs(square("causal", 65, options=options), dtype)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    plain, measured = (
+        attention(q, k, v, inputs.spec, stats=stats, backend=backend).out
+        for stats in (None, ALL_STATS)
+    )
+    assert torch.equal(measured, plain)
+    upstream = torch.randn_like(plain)
+    for gradients in zip(
+        *(torch.autograd.grad(out, (q, k, v), upstream) for out in (plain, measured)), strict=True
+    ):
+        assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}], ids=str)
+def test_statistics_of_a_stock_call_are_those_of_the_definition(options: dict[str, Any]) -> None:
+    inputs = make_inputs(square("causal", 65, options=options), torch.float32)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    found, true = (
+        attention(q, k, v, inputs.spec, stats=ALL_STATS, backend=backend)
+        for backend in ("sdpa", "eager")
+    )
+    for result, expected in zip(found, true, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=2e-5)
+    of_found, of_true = (
+        torch.autograd.grad(x.out.sum() + 2 * x.lse.sum() - x.entropy.sum(), (q, k, v))
+        for x in (found, true)
+    )
+    torch.testing.assert_close(of_found, of_true, rtol=1e-5, atol=1e-5)
 
 
 @every_backend

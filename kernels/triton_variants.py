@@ -71,13 +71,12 @@ def variants() -> list[Variant]:
         for head_size in (64, 128):
             listed.append(_variant(arch, "forward", "statistics, expanded", head_size, "bf16"))
     for kernel, options, head_size, dtype in (
-        ("forward", "plain", 64, "bf16"),
         ("forward", "statistics, ieee", 64, "fp32"),
         ("forward", "statistics", 256, "bf16"),
         ("forward", "plain", 80, "fp16"),
         ("backward_keys", "plain", 64, "fp32"),
         ("backward_queries", "plain", 64, "bf16"),
-        ("backward_keys", "received", 64, "bf16"),
+        ("backward_keys", "received", 128, "bf16"),
         ("column_mass", "plain", 128, "bf16"),
         ("decode", "everything", 128, "bf16"),
         ("merge", "everything", 128, "bf16"),

@@ -21,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends import backends
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import flash_backend, flash_launch
 from kernels.attention import AttentionSpec, Stats, attention, column_mass
@@ -102,7 +103,8 @@ class Launcher:
             "grid": (x, y, z),
             "new": self.new,
             "arguments": {
-                name: list(a.shape) if isinstance(a, Tensor) else a for name, a in arguments.items()
+                name: list(a.shape) if isinstance(a, Tensor | TensorDescriptor) else a
+                for name, a in arguments.items()
             },
             "wrong": list(self._misfits(arguments)),
         }
@@ -116,16 +118,34 @@ class Launcher:
         for name, value in constants.items():
             if type(arguments[name]) is not type(value) or arguments[name] != value:
                 yield f"{name} is {arguments[name]}, not {value}"
-        given = [name for name in names if name not in constants]
-        if given != [name for name, _, _ in self.parameters]:
+        given = [
+            (name, value, kind)
+            for name in names
+            if name not in constants
+            for value, kind in _parts(arguments[name])
+        ]
+        # The sizes and strides of a descriptor are called after it, with a number behind.
+        takes = [(re.sub(r"_\d+$", "", name), kind) for name, kind, _ in self.parameters]
+        if [(name, kind) for name, _, kind in given] != takes:
             yield f"given {given}, takes {self.parameters}"
-        for name, kind, divisor in self.parameters:
-            a = arguments[name]
-            number = a.data_ptr() if isinstance(a, Tensor) else a
-            if TYPES[a.dtype if isinstance(a, Tensor) else type(a)] != kind:
-                yield f"{name} is {a}, not {kind}"
-            elif divisor and number % int(divisor):
+            return
+        for (name, number, _), (_, _, divisor) in zip(given, self.parameters, strict=True):
+            if divisor and number % int(divisor):
                 yield f"{name} is {number}, not divisible by {divisor}"
+
+
+def _parts(argument: Any) -> list[tuple[Any, str]]:
+    """The numbers that a kernel receives for an argument, and what it should take them for."""
+    if isinstance(argument, Tensor):
+        return [(argument.data_ptr(), TYPES[argument.dtype])]
+    if isinstance(argument, TensorDescriptor):
+        tile = "x".join(map(str, argument.block_shape))
+        element = TYPES[argument.base.dtype].removeprefix("!tt.ptr<").removesuffix(">")
+        kind = f"!tt.tensordesc<tensor<{tile}x{element}>>"
+        sizes = [(size, "i32") for size in argument.shape]
+        strides = [(stride, "i64") for stride in argument.strides]
+        return [(argument.base.data_ptr(), kind), *sizes, *strides]
+    return [(argument, TYPES[type(argument)])]
 
 
 @contextmanager

@@ -84,10 +84,10 @@ def test_the_triton_backward_is_well_formed_by_itself() -> None:
         *(x.detach() for x in vectors),
     )
     numbers = (True, 3, 1, 2, None, 0.5, "ieee")
-    out, lse, entropy, *_ = flash_op.forward(*tensors, *numbers, "entropy", [])
+    out, lse, entropy, *_ = flash_op.forward(*tensors, *numbers, None, "entropy", [])
     results = out, lse, entropy
     upstream = tuple(torch.randn_like(x) for x in results)
-    torch.library.opcheck(flash_op.backward, (*tensors, *results, *upstream, True, *numbers))
+    torch.library.opcheck(flash_op.backward, (*tensors, *results, *upstream, True, True, *numbers))
 
 
 def test_the_triton_operation_is_well_formed_where_it_decodes(
@@ -100,4 +100,5 @@ def test_the_triton_operation_is_well_formed_where_it_decodes(
     ends = torch.tensor([[9] * 9 + [40] * 31], dtype=torch.int32)
     tensors = (inputs.q, inputs.k, inputs.v, inputs.kv_lengths, starts, ends, None, None)
     numbers = (True, 30, 1, 2, None, 0.5, "ieee")
-    torch.library.opcheck(flash_op.forward, (*tensors, *numbers, "entropy max_logit", [1, 4]))
+    statistics = "entropy max_logit", [1, 4]
+    torch.library.opcheck(flash_op.forward, (*tensors, *numbers, None, *statistics))

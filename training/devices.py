@@ -107,9 +107,9 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 def grad_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
     """Return the loss scaler float16 needs; for other types it does nothing.
 
-    Use: ``scaler.scale(loss).backward()``, ``optimizers.clip_grad_norm(scaler)``, then
-    ``optimizers.step()`` only if that norm is finite, then ``scaler.update()``, which lowers the
-    scale after an overflow. With float16 a rare overflow is normal operation.
+    Use: ``scaler.scale(loss).backward()``, ``optimizers.unscale(scaler)``, then
+    ``optimizers.step()`` only if the gradients are finite, then ``scaler.update()``, which lowers
+    the scale after an overflow. With float16 a rare overflow is normal operation.
     """
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 

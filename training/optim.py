@@ -75,9 +75,9 @@ class OptimConfig(ScheduleConfig):
 class Optimizers:
     """All optimizers of one model, behind one set of calls.
 
-    Every step follows the same order: `set_lr`, backward passes, `clip_grad_norm`, `step`,
-    `zero_grad`. `step` refuses to run until `set_lr` has been called, so neither the first step
-    of a run nor the first after a resume can use a stale learning rate.
+    Every step follows the same order: `set_lr`, backward passes, `unscale`, `clip_grad_norm`,
+    `step`, `zero_grad`. `step` refuses to run until `set_lr` has been called, so neither the first
+    step of a run nor the first after a resume can use a stale learning rate.
     """
 
     def __init__(
@@ -101,16 +101,20 @@ class Optimizers:
         self._lr_is_set = True
         return self._config.lr * multiplier
 
-    def clip_grad_norm(self, scaler: "torch.amp.GradScaler | None" = None) -> Tensor:
-        """Clip the gradients by their global norm and return the norm they had before.
+    def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        """Remove a float16 scaler's factor: from here on the gradients are the true ones.
 
-        Call it once per step, after all micro-steps and the reduction over ranks. The norm, of all
-        parameters together, stays on the device: reading it is the caller's choice of moment. A
-        float16 `scaler` has its factor removed first; the norm is then of the true gradients.
+        Call it once per step, after all micro-steps and the reduction over ranks.
         """
-        if scaler is not None:
-            for optimizer in self.optimizers:
-                scaler.unscale_(optimizer)
+        for optimizer in self.optimizers:
+            scaler.unscale_(optimizer)
+
+    def clip_grad_norm(self) -> Tensor:
+        """Clip the true gradients by their global norm and return the norm they had before.
+
+        The norm, of all parameters together, stays on the device: reading it is the caller's
+        choice of moment.
+        """
         parameters = [p for group in self.param_groups for p in group["params"]]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self._config.grad_clip > 0:

@@ -84,7 +84,8 @@ def take_step(
             scaler.scale(loss * scale).backward()
         summed += loss.detach()
 
-    norm = optimizers.clip_grad_norm(scaler)
+    optimizers.unscale(scaler)
+    norm = optimizers.clip_grad_norm()
     (nats,) = ranks.all_reduce_sum([summed.item()])
     grad_norm = norm.item()
     taken = math.isfinite(nats) and math.isfinite(grad_norm)

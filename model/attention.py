@@ -59,17 +59,7 @@ class Attention(nn.Module):
         self, x: Tensor, shared: Shared, stats: Stats | None = None
     ) -> tuple[Tensor, AttentionOutput]:
         """(B, T, C) -> the layer's output (B, T, C), and what the attention function returned."""
-        B, T, _ = x.shape
-        D = self.config.head_size
-        q = self.q_proj(x).view(B, T, -1, D)  # (B, T, H, D)
-        k = self.k_proj(x).view(B, T, -1, D)  # (B, T, Hkv, D)
-        v = self.v_proj(x).view(B, T, -1, D)  # (B, T, Hkv, D)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if shared.rotation is not None:
-            q, k = rotate_pair(q, k, shared.rotation, self.backend)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
-
+        q, k, v = self.queries_keys_values(x, shared.rotation)
         lengths = None
         if shared.cache is not None:
             k, v = shared.cache.append(self.layer, k, v)  # (B, Hkv, S, D)
@@ -78,7 +68,7 @@ class Attention(nn.Module):
             q,
             k,
             v,
-            self._spec(shared.documents),
+            self.spec(shared.documents),
             kv_lengths=lengths,
             stats=stats,
             precision=self.precision,
@@ -91,7 +81,26 @@ class Attention(nn.Module):
             heads = heads * torch.sigmoid(self.gate_proj(x))
         return self.o_proj(heads), result
 
-    def _spec(self, documents: Tensor | None) -> AttentionSpec:
+    def queries_keys_values(
+        self, x: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What enters the attention function for inputs x (B, T, C), after QK-norm and rotation.
+
+        q (B, H, T, D), k and v (B, Hkv, T, D).
+        """
+        B, T, _ = x.shape
+        D = self.config.head_size
+        q = self.q_proj(x).view(B, T, -1, D)  # (B, T, H, D)
+        k = self.k_proj(x).view(B, T, -1, D)  # (B, T, Hkv, D)
+        v = self.v_proj(x).view(B, T, -1, D)  # (B, T, Hkv, D)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate_pair(q, k, rotation, self.backend)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def spec(self, documents: Tensor | None = None) -> AttentionSpec:
+        """What attention means in this layer, over packed documents (B, T) if there are any."""
         config = self.config
         return AttentionSpec(
             causal=config.mask != "bidirectional",

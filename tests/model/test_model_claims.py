@@ -288,17 +288,17 @@ def test_a_bidirectional_model_sees_everything():
 
 def test_windows_repeat_over_the_layers_and_hold_the_sinks_visible():
     model = tiny_model(n_layer=3, windows=[2, 0], window_sinks=1)
-    specs: list[AttentionSpec] = [block.attn._spec(None) for block in model.blocks]
+    specs: list[AttentionSpec] = [block.attn.spec() for block in model.blocks]
     assert [(spec.window, spec.sinks) for spec in specs] == [(2, 1), (None, 0), (2, 1)]
 
 
 def test_options_of_the_logits_reach_the_attention_function():
     layer = tiny_layer(position="alibi", softcap=5.0, sink_logit="learned")
-    spec = layer._spec(None)
+    spec = layer.spec()
     assert spec.softcap == 5.0
     assert spec.alibi_slopes.equal(alibi_slopes(H))
     assert spec.sink_logit.equal(layer.sink_logit.float())
-    plain = tiny_layer()._spec(None)
+    plain = tiny_layer().spec()
     assert plain.plain_logits
 
 

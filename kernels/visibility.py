@@ -1,7 +1,7 @@
 """Who sees whom: the positions of queries and keys, document starts, and the mask from both.
 
 Every backend in plain PyTorch takes its mask from `Layout.visible`, so the rule is written
-once. A mask is asked for a block of rows and a set of keys and never needs to be (T, S) whole.
+once. A mask is asked for some rows and some keys and never needs to be (T, S) whole.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.spec import AttentionSpec
+
+Rows = slice | Tensor  # query rows by number: the same in every sequence, or (B, rows)
 
 
 def document_starts(documents: Tensor) -> Tensor:
@@ -47,36 +49,55 @@ class Layout:
     key_starts: Tensor | None
     kv_lengths: Tensor | None
 
-    def distance(self, rows: slice, keys: Tensor) -> Tensor:
+    def distance(self, rows: Rows, keys: Tensor) -> Tensor:
         """How far back each key lies from each row, i - j: (b, rows, keys) int64."""
-        return self.positions[:, rows, None] - keys
+        return _pick(self.positions, rows).unsqueeze(2) - keys
 
-    def visible(self, rows: slice, keys: Tensor) -> Tensor:
-        """Whether each row may see each of the given key positions: (b, rows, keys) bool."""
+    def visible(self, rows: Rows, keys: Tensor) -> Tensor:
+        """Whether each row may see each of the given key positions: (b, rows, keys) bool.
+
+        Keys are positions (n,) that all rows ask about, or each row's own, (b, rows, n).
+        """
         seen = self._visible_by_order(rows, keys)
         if self.key_starts is not None:
-            seen = seen & (self.key_starts[:, None, keys] == self.starts[:, rows, None])
+            key_starts = _starts_of(self.key_starts, keys)
+            seen = seen & (key_starts == _pick(self.starts, rows).unsqueeze(2))
         if self.kv_lengths is not None:
-            seen = seen & (keys < self.kv_lengths)[:, None]
+            seen = seen & (keys < self.kv_lengths.unsqueeze(2))
         return seen
 
-    def _visible_by_order(self, rows: slice, keys: Tensor) -> Tensor:
+    def _visible_by_order(self, rows: Rows, keys: Tensor) -> Tensor:
         """The rule inside one document, by position alone."""
         spec = self.spec
         distance = self.distance(rows, keys)
         if not spec.causal:
             return torch.ones_like(distance, dtype=torch.bool)
         seen = distance >= 0
-        starts = self.starts[:, rows, None]
+        starts = _pick(self.starts, rows).unsqueeze(2)
         if spec.window is not None:
             near = distance < spec.window
             if spec.sinks:
                 near = near | (keys - starts < spec.sinks)
             seen = seen & near
         if spec.prefix:
-            row_in_prefix = self.positions[:, rows, None] - starts < spec.prefix
+            row_in_prefix = _pick(self.positions, rows).unsqueeze(2) - starts < spec.prefix
             seen = seen | (row_in_prefix & (keys - starts < spec.prefix))
         return seen
+
+
+def _pick(x: Tensor, rows: Rows) -> Tensor:
+    """What (b, T) holds for some rows: (b, rows)."""
+    if isinstance(rows, slice):
+        return x[:, rows]
+    return x.expand(rows.shape[0], -1).gather(1, rows)
+
+
+def _starts_of(key_starts: Tensor, keys: Tensor) -> Tensor:
+    """Document starts of keys (n,) or (b, rows, n): (B, 1, n) or (B, rows, n)."""
+    if keys.ndim == 1:
+        return key_starts[:, None, keys]
+    batch, count = key_starts.shape[0], keys.shape[1]
+    return key_starts.unsqueeze(1).expand(-1, count, -1).gather(2, keys.expand(batch, -1, -1))
 
 
 def make_layout(

@@ -66,6 +66,23 @@ def test_a_block_of_the_mask_is_a_block_of_the_whole() -> None:
     assert torch.equal(layout.visible(rows, keys), whole[:, rows][:, :, keys])
 
 
+@pytest.mark.parametrize("documents", [None, ((4, 5), (2, 7))], ids=["one", "documents"])
+@pytest.mark.parametrize("lengths", [None, (9, 4)], ids=["whole", "ragged"])
+def test_rows_by_number_and_keys_of_their_own_are_entries_of_the_whole(
+    lengths: tuple[int, ...] | None, documents: tuple | None
+) -> None:
+    ids = None if documents is None else document_ids(documents)
+    kv_lengths = None if lengths is None else torch.tensor(lengths)
+    spec = AttentionSpec(window=3, sinks=1, prefix=2, documents=ids)
+    layout = make_layout(spec, 9, 9, kv_lengths, torch.device("cpu"))
+    whole = layout.visible(slice(None), torch.arange(9)).expand(2, -1, -1)
+    rows = torch.tensor([[0, 5, 8], [2, 2, 7]])
+    keys = torch.tensor([[[0, 1], [3, 5], [0, 4]], [[1, 2], [0, 8], [7, 3]]])
+    expected = whole.gather(1, rows.unsqueeze(2).expand(-1, -1, 9))
+    assert torch.equal(layout.visible(rows, torch.arange(9)).expand(2, -1, -1), expected)
+    assert torch.equal(layout.visible(rows, keys).expand(2, -1, -1), expected.gather(2, keys))
+
+
 def test_one_document_is_the_same_as_none() -> None:
     for options in ({}, {"causal": False}, {"prefix": 3}, {"window": 2, "sinks": 1}):
         plain, single = (

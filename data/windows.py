@@ -241,6 +241,13 @@ class WindowOrder:
         return self._order
 
 
+def fixed_windows(total: int, limit: int | None) -> IntArray:
+    """Return all window numbers, or `limit` of them spread evenly over the split."""
+    if limit is None or limit >= total:
+        return np.arange(total)
+    return np.arange(limit) * total // limit
+
+
 def _as_batch(tokens: IntArray, targets: IntArray, documents: IntArray | None = None) -> Batch:
     return Batch(
         torch.from_numpy(tokens),

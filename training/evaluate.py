@@ -18,12 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
 from data.prepare import prepare
 from data.tokenizers import Tokenizer
-from data.windows import IGNORE, Windows
+from data.windows import IGNORE, Windows, fixed_windows
 from model.checkpoint import resolve_run
 from model.decoder import Decoder, counted_targets
 from model.load import check_tokenizer, load_model
@@ -65,13 +64,6 @@ class Evaluation:
             "val/perplexity": self.perplexity,
             "val/bits_per_byte": self.bits_per_byte,
         }
-
-
-def fixed_windows(total: int, limit: int | None) -> np.ndarray:
-    """Return all window numbers, or `limit` of them spread evenly over the split."""
-    if limit is None or limit >= total:
-        return np.arange(total)
-    return np.arange(limit) * total // limit
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.windows import IGNORE, Batch, WindowOrder, Windows
+from data.windows import IGNORE, Batch, WindowOrder, Windows, fixed_windows
 from tests.data.token_data import write_tokens
 
 GOLDEN_ORDER = [5, 1, 6, 7, 4, 0, 2, 3, 2, 6, 3, 7]
@@ -280,3 +280,10 @@ def test_indices_are_plain_int64() -> None:
     indices = WindowOrder(5, 0).next_indices(7)
     assert indices.dtype == np.int64
     assert indices.shape == (7,)
+
+
+def test_a_limit_means_the_same_evenly_spread_windows_every_time() -> None:
+    assert fixed_windows(10, None).tolist() == list(range(10))
+    assert fixed_windows(10, 20).tolist() == list(range(10))
+    assert fixed_windows(10, 4).tolist() == [0, 2, 5, 7]
+    assert np.unique(fixed_windows(1000, 999)).size == 999

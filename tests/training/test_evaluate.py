@@ -17,7 +17,7 @@ from data.windows import Windows
 from model.decoder import Decoder
 from tests.training import runs
 from training.distributed import Ranks
-from training.evaluate import Evaluation, evaluate, evaluate_run, fixed_windows
+from training.evaluate import Evaluation, evaluate, evaluate_run
 
 
 def prepared(folder, **options):
@@ -92,13 +92,6 @@ def test_evaluation_changes_neither_random_state_nor_mode(tmp_path):
     assert torch.get_rng_state().equal(state)
     assert model.training
     assert run_evaluation(model, windows, tokenizer) == first  # dropout is off
-
-
-def test_a_limit_means_the_same_evenly_spread_windows_every_time():
-    assert fixed_windows(10, None).tolist() == list(range(10))
-    assert fixed_windows(10, 20).tolist() == list(range(10))
-    assert fixed_windows(10, 4).tolist() == [0, 2, 5, 7]
-    assert np.unique(fixed_windows(1000, 999)).size == 999
 
 
 def test_ranks_share_the_windows_without_leaving_any_out(tmp_path):

@@ -1,6 +1,10 @@
 """What kind of head is this? Measures of one layer from a `LayerView`, each with its definition.
 
-Every function returns a `Mean`: a sum and a count, so that parts of a batch can be added up before
+    output, views = inside(model, tokens)
+    layout = row_layout(model.config, 2, targets, documents=None)
+    weight_on(views[2], previous_token(layout)).value()  # of every head of layer 2, (H,)
+
+Measures come as a `Mean`: a sum and a count, so that parts of a batch can be added up before
 dividing. Values are of query heads (H,), key/value heads (Hkv,) or the layer (); everything is
 computed in at least float32, summed in float64, and in O(T·D) memory.
 
@@ -206,7 +210,7 @@ def massive(view: LayerView, layout: RowLayout) -> dict[str, Mean]:
             middle, top = _median(sizes), sizes.max()
             count = ((sizes > MASSIVE) & (sizes >= MASSIVE_RATIO * middle)).sum()
             found.append(torch.stack([count.to(top), top, top / middle]))
-    totals = _double(torch.stack(found)).sum(0) if found else torch.zeros(3).double()
+    totals = _double(torch.stack(found) if found else view.stream_out.new_zeros(1, 3)).sum(0)
     names = ("massive_count", "massive_max", "massive_max_over_median")
     count = torch.tensor(float(len(found)), dtype=totals.dtype, device=totals.device)
     return {name: Mean(total, count) for name, total in zip(names, totals, strict=True)}

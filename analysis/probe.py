@@ -111,9 +111,11 @@ def build_probe(
     note = f"probe: {len(text.tokens)} windows of {text.tokens.shape[1]} tokens"
     if period >= 2:
         repeats = _repeats(bos_id, candidates, period, n_repeats)
-        note += f" and {n_repeats} times {bos_name} + {period} random tokens twice"
+        note += f"; {n_repeats} sequences [{bos_name}] r r, r of {period} random tokens"
+        if tokenizer.bos_id is None:
+            note += f" ({bos_name} stands for BOS, which this tokenizer lacks)"
     else:
-        note += ", no repeated tokens: context or vocabulary is too small for them"
+        note += "; no repeated tokens, for which context or vocabulary is too small"
     shown = text.tokens[0, :PATTERN_TOKENS].tolist()
     return Probe(
         text=text,
@@ -184,8 +186,8 @@ def _bos(tokenizer: Tokenizer) -> tuple[int, str]:
     if tokenizer.bos_id is not None:
         return tokenizer.bos_id, "BOS"
     if b"\n" in tokenizer.token_bytes:
-        return tokenizer.token_bytes.index(b"\n"), "newline (there is no BOS)"
-    return 0, "id 0 (there is no BOS and no newline)"
+        return tokenizer.token_bytes.index(b"\n"), "newline"
+    return 0, "id 0"
 
 
 def _repeats(bos_id: int, candidates: np.ndarray, period: int, n: int) -> Tensor:

@@ -67,16 +67,23 @@ def test_looking_leaves_nothing_behind_even_when_it_fails():
 
 
 @torch.no_grad()
-def test_a_compiled_model_is_looked_into_uncompiled():
-    def refuse(graph, inputs):
-        raise AssertionError("compiled")
+def test_a_compiled_model_is_looked_into_uncompiled_and_stays_as_it_was():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
 
     model, tokens = tiny_model(), tiny_tokens(2, 12)
+    model.compile(backend=count)
     expected = model(tokens).logits
-    model.compile(backend=refuse)
+    compiled = len(graphs)
+    assert compiled > 0
     output, views = inside(model, tokens)
     torch.testing.assert_close(output.logits, expected)
     assert len(views) == 2
+    model(tokens)
+    assert len(graphs) == compiled
 
 
 @torch.no_grad()

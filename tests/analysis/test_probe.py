@@ -98,10 +98,10 @@ class FakeWindows:
 @pytest.mark.parametrize(
     ("kind", "text", "first", "note"),
     [
-        ("bpe", TEXT, None, "BOS + "),
-        ("char", TEXT, "\n", "newline (there is no BOS) + "),
-        ("byte", TEXT, "\n", "newline (there is no BOS) + "),
-        ("char", "abcdefg", "a", "id 0 (there is no BOS and no newline) + "),
+        ("bpe", TEXT, None, "[BOS]"),
+        ("char", TEXT, "\n", "[newline]"),
+        ("byte", TEXT, "\n", "[newline]"),
+        ("char", "abcdefg", "a", "[id 0]"),
     ],
 )
 def test_repeats_begin_with_bos_or_what_stands_in_for_it(kind, text, first, note):
@@ -112,7 +112,8 @@ def test_repeats_begin_with_bos_or_what_stands_in_for_it(kind, text, first, note
     assert probe.repeats is not None
     assert (probe.repeats[:, 0] == expected).all()
     assert note in probe.note
-    assert f"{probe.period} random tokens twice" in probe.note
+    assert f"{probe.period} random tokens" in probe.note
+    assert ("stands for BOS" in probe.note) == (first is not None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
     {"step": 450, "kind": "sink_formed", "layer": 0, "head": 1, "value": 0.412, "limit": 0.3, ...}
 
 An event is dated at the step where it began, which may lie before the step that made it certain.
+Numbers that are not finite are words, as in ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from analysis.metrics_file import encode_number
 
 FILE_NAME = "events.jsonl"
 
@@ -38,7 +41,7 @@ class Event:
 
 def append_events(run: Path, events: list[Event]) -> None:
     """Add events to the run's file."""
-    lines = "".join(json.dumps(asdict(event)) + "\n" for event in events)
+    lines = "".join(_encode(event) + "\n" for event in events)
     with open(run / FILE_NAME, "a", encoding="utf-8") as file:
         file.write(lines)
 
@@ -52,7 +55,7 @@ def read_events(run: Path) -> list[Event]:
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    return [Event(**json.loads(line)) for line in lines[:-1]]  # the last has no line end
+    return [_decode(line) for line in lines[:-1]]  # the last has no line end
 
 
 def drop_events_after(run: Path, step: int) -> None:
@@ -62,3 +65,13 @@ def drop_events_after(run: Path, step: int) -> None:
     if path.is_file():
         path.write_text("", encoding="utf-8")
         append_events(run, kept)
+
+
+def _encode(event: Event) -> str:
+    numbers = {name: encode_number(name, getattr(event, name)) for name in ("value", "limit")}
+    return json.dumps(asdict(event) | numbers, allow_nan=False)
+
+
+def _decode(line: str) -> Event:
+    fields = json.loads(line)
+    return Event(**fields | {name: float(fields[name]) for name in ("value", "limit")})

@@ -35,7 +35,7 @@ def encode_row(step: int, values: Mapping[str, Any]) -> bytes:
     """
     if "step" in values:
         raise ValueError('"step" is the row\'s own key and cannot be a measurement')
-    row = {"step": int(step)} | {key: _encode_number(key, value) for key, value in values.items()}
+    row = {"step": int(step)} | {key: encode_number(key, value) for key, value in values.items()}
     return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
@@ -73,7 +73,12 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _encode_number(key: str, value: Any) -> float | str:
+def encode_number(key: str, value: Any) -> float | str:
+    """Return a number as JSON can hold it: one that is not finite becomes a word.
+
+    Raises:
+        TypeError: when it is not a number, naming its key.
+    """
     number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, (int, float)):
         raise TypeError(f"{key}={value!r} is not a number")

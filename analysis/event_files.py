@@ -39,9 +39,15 @@ class Event:
     text: str
 
 
+def encode_event(event: Event) -> str:
+    """One line of the file, without its end."""
+    numbers = {name: encode_number(name, getattr(event, name)) for name in ("value", "limit")}
+    return json.dumps(asdict(event) | numbers, allow_nan=False)
+
+
 def append_events(run: Path, events: list[Event]) -> None:
     """Add events to the run's file."""
-    lines = "".join(_encode(event) + "\n" for event in events)
+    lines = "".join(encode_event(event) + "\n" for event in events)
     with open(run / FILE_NAME, "a", encoding="utf-8") as file:
         file.write(lines)
 
@@ -65,11 +71,6 @@ def drop_events_after(run: Path, step: int) -> None:
     if path.is_file():
         path.write_text("", encoding="utf-8")
         append_events(run, kept)
-
-
-def _encode(event: Event) -> str:
-    numbers = {name: encode_number(name, getattr(event, name)) for name in ("value", "limit")}
-    return json.dumps(asdict(event) | numbers, allow_nan=False)
 
 
 def _decode(line: str) -> Event:

@@ -79,9 +79,19 @@ def write_record(run: Path, record: HeadRecord) -> Path:
         "layers": list(record.layers),
         "axes": {name: measure.axis for name, measure in record.measures.items()},
     }
-    path = run / FOLDER / f"{record.kind}-{record.step:08d}.safetensors"
+    path = record_path(run, record.kind, record.step)
     _write(path, tensors, metadata)
     return path
+
+
+def record_path(run: Path, kind: str, step: int) -> Path:
+    """The file of one record."""
+    return run / FOLDER / f"{kind}-{step:08d}.safetensors"
+
+
+def recorded_steps(run: Path, kind: str) -> list[int]:
+    """The steps that have a record of one kind, in order."""
+    return [_step_of(path) for path in _record_files(run, kind)]
 
 
 def read_record(path: Path) -> HeadRecord:

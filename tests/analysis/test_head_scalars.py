@@ -107,6 +107,13 @@ def test_qk_gain_is_one_at_the_first_probe_and_needs_it() -> None:
         assert "probe/attn/qk_gain/mean" not in scalars(later, other)
 
 
+def test_gradient_norms_are_those_of_their_layer() -> None:
+    record = changed(made_up("train", 10, layers=(1, 3)), grad_norm_q=[0.5, 2.0])
+    found = scalars(record)
+    assert found["train/attn/layer01/grad_norm_q"] == 0.5
+    assert found["train/attn/layer03/grad_norm_q"] == 2.0
+
+
 def test_a_null_option_has_its_mean() -> None:
     record = made_up("train", 10)
     measures = record.measures | {

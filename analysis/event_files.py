@@ -38,6 +38,11 @@ class Event:
     limit: float
     text: str
 
+    @property
+    def title(self) -> str:
+        """The kind in words."""
+        return self.kind.replace("_", " ")
+
 
 def encode_event(event: Event) -> str:
     """One line of the file, without its end."""

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import netrc
-import os
+import math
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from analysis.event_files import read_events
+from analysis.head_files import HeadRecord, read_records
+from analysis.head_table import Cell, HeadTable, head_table
 from analysis.metrics_file import FILE_NAME, read_rows
 from training.choices import check_choice, check_range
+from training.logins import key_from_netrc
 
 KINDS = ("wandb", "none")
 MODES = ("auto", "online", "offline", "disabled")
@@ -35,9 +37,8 @@ DEFAULT_PROJECT = "glassgpt"
 RECORD_NAME = "wandb.json"
 MAX_FAILURES = 5  # in a row, before a tracker is switched off
 FINISH_TIMEOUT = 60.0  # seconds a finished run may wait for the rest of its upload
-
-# The service answers at two addresses, and a key for either opens both.
-SERVICE_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+ALERT_WAIT = 0.001  # seconds between alerts of one title; wandb's minute would drop most heads'
+HISTOGRAMS = ("entropy_norm", "alpha_0", "max_logit", "induction")  # over heads
 
 Log = Callable[[str], None]
 
@@ -81,6 +82,12 @@ class Tracker:
     def summary(self, values: Mapping[str, Any]) -> None:
         """Set final values of the run, such as its best loss."""
 
+    def alert(self, title: str, text: str) -> None:
+        """Tell people that something happened."""
+
+    def log_heads(self, step: int, record: HeadRecord) -> None:
+        """Show what every head did at `step`."""
+
     def finish(self, exit_code: int = 0) -> None:
         """Close the view as finished (0) or failed (anything else); later calls do nothing."""
 
@@ -108,6 +115,14 @@ class WandbTracker(Tracker):
     def summary(self, values: Mapping[str, Any]) -> None:
         """Set final values of the run, such as its best loss."""
         self._attempt(lambda: self._run.summary.update(dict(values)))
+
+    def alert(self, title: str, text: str) -> None:
+        """Tell people that something happened; every alert arrives, also of equal titles."""
+        self._attempt(lambda: self._run.alert(title=title, text=text, wait_duration=ALERT_WAIT))
+
+    def log_heads(self, step: int, record: HeadRecord) -> None:
+        """Show a table of every measure of every head, and histograms of a few over heads."""
+        self._attempt(lambda: self._run.log({"step": step, **_head_media(record)}))
 
     def add_settings(self, values: Mapping[str, Any]) -> None:
         """Add entries beside the settings the run began with."""
@@ -218,6 +233,10 @@ def replay(
     _write_record(run, tracker.id, record["settings"])
     for row in rows:
         tracker.log(row.pop("step"), row)
+    for heads in read_records(run, "probe"):
+        tracker.log_heads(heads.step, heads)
+    for event in read_events(run):
+        tracker.alert(event.title, event.text)
     tracker.finish(exit_code=0 if read_status(run) == "done" else 1)
     log(
         f"wandb: replayed {len(rows)} rows {tracker.mode} under the id {tracker.id}"
@@ -237,6 +256,25 @@ def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
         for key in sorted((old_flat.keys() | new_flat.keys()) - {"resume"})
         if old_flat.get(key) != new_flat.get(key)
     }
+
+
+def _head_media(record: HeadRecord) -> dict[str, Any]:
+    """A table and histograms for wandb, which can draw only finite numbers."""
+    import wandb
+
+    columns, rows = head_table(record)
+    drawn = HeadTable(columns, [[x if _is_finite(x) else None for x in row] for row in rows])
+    key = f"{record.kind}/attn/heads"
+    media: dict[str, Any] = {key: wandb.Table(columns=[*columns], data=drawn.rows)}
+    for name in HISTOGRAMS:
+        values = [x for x in drawn.column(name) if x is not None] if name in columns else []
+        if values:
+            media[f"{key}_{name}"] = wandb.Histogram(values)
+    return media
+
+
+def _is_finite(x: Cell) -> bool:
+    return x is not None and math.isfinite(x)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -315,26 +353,8 @@ def _choose_mode(wanted: str, environment: Any) -> tuple[str, str | None, str]:
         return wanted, None, "as asked"
     if environment.identity_token_file:
         return "online", None, ""
-    key = environment.api_key or _key_from_netrc(environment.base_url)
+    key = environment.api_key or key_from_netrc(environment.base_url)
     return ("online", key, "") if key else ("offline", None, "no login found")
-
-
-def _key_from_netrc(base_url: str) -> str | None:
-    """Return the key that ``wandb login`` stored, without asking wandb, which uses the network."""
-    names = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
-    paths = [Path(name).expanduser() for name in names if name]
-    host = urlsplit(base_url).netloc
-    hosts = SERVICE_HOSTS if host in SERVICE_HOSTS else (host,)
-    for path in paths:
-        try:
-            logins = netrc.netrc(path)
-        except (OSError, netrc.NetrcParseError):
-            continue
-        for host in hosts:
-            login = logins.authenticators(host)
-            if login is not None and login[2]:
-                return login[2]
-    return None
 
 
 # ---------------------------------------------------------------------------------------------

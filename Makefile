@@ -32,7 +32,7 @@ format: .venv/installed-dev
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing into .venv (once; PyTorch is the large part)"
-	$(PIP) -e .
+	$(PIP) -e '.[report]'
 	@touch $@
 
 .venv/installed-dev: .venv/installed

@@ -31,9 +31,10 @@ RESTRICTED = {
     "datasets": {"data/"},
     "tokenizers": {"data/"},
     "matplotlib": {"analysis/"},
+    "plotly": {"analysis/"},
     "transformers": set(),
 }
-LAZY = {"wandb", "datasets", "tokenizers", "matplotlib"}
+LAZY = {"wandb", "datasets", "tokenizers", "matplotlib", "plotly"}
 
 
 def source_files() -> list[Path]:

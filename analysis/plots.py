@@ -2,7 +2,8 @@
 
     python -m analysis.plots runs/latest
 
-reads ``metrics.jsonl`` and writes PNG files under ``plots/`` in the run's folder. Sizes and colours
+reads ``metrics.jsonl`` and writes PNG files under ``plots/`` in the run's folder, and those of
+analysis/head_plots.py beside them. Sizes and colours
 are chosen to stay legible at half size in a README, in grey print and to colour-blind readers.
 """
 
@@ -187,13 +188,15 @@ def _marker(points: Series) -> str | None:
 
 def main() -> int:
     """Draw the run named on the command line, print the files, and return the exit status."""
+    from analysis.head_plots import plot_heads
     from model.checkpoint import resolve_run
 
     if len(sys.argv) != 2:
         print("usage: python -m analysis.plots RUN   (a run's folder, or runs/latest)")
         return 2
     try:
-        paths = plot_run(resolve_run(sys.argv[1]))
+        run = resolve_run(sys.argv[1])
+        paths = plot_run(run) + plot_heads(run)
     except (FileNotFoundError, ValueError) as error:
         print(f"plots: {error}", file=sys.stderr)
         return 1

@@ -14,11 +14,20 @@ import numpy as np
 
 from analysis.head_files import Patterns
 from analysis.report_style import COLOUR_MAP, FONT, INK, dress, text
-from analysis.run_record import Curve, Head, RunRecord, curve, interesting_heads, thin
+from analysis.run_record import (
+    Curve,
+    Head,
+    RunRecord,
+    curve,
+    head_name,
+    interesting_heads,
+    shortened,
+    thin,
+    visible,
+)
 
 SLIDER_POSITIONS = 100  # more would make the page heavy and the slider coarse all the same
 MOST_LABELS = 64  # tokens named on an axis; of longer texts every second, third, ... one
-LONGEST_LABEL = 14  # characters of a token on an axis; the hover shows all of it
 LAYERS_FOR_NUMBERS, HEADS_FOR_NUMBERS = 8, 8  # larger maps have no room for numbers in the cells
 NOTHING = "(nothing)"
 
@@ -143,7 +152,7 @@ def draw_patterns(run: RunRecord) -> Any:
     patterns = run.patterns
     if patterns is None or not patterns.tokens:
         return None
-    names = [f"{visible(token)} ({place})" for place, token in enumerate(patterns.tokens)]
+    names = [f"{text(visible(token))} ({place})" for place, token in enumerate(patterns.tokens)]
     with_null = bool(patterns.null_mass.any())
     keys = [NOTHING, *names] if with_null else names
     seen = (patterns.weights > 0).any(axis=(0, 1))  # by any head: what no head sees stays empty
@@ -191,7 +200,7 @@ def draw_patterns(run: RunRecord) -> Any:
         ],
     )
     every = -(-size // MOST_LABELS)
-    labels = [shortened(token) for token in patterns.tokens]
+    labels = [text(shortened(token)) for token in patterns.tokens]
     font = {"size": 9 if size > 40 else 11}
     shift = int(with_null)
     figure.update_xaxes(
@@ -215,19 +224,6 @@ def draw_patterns(run: RunRecord) -> Any:
         tickfont=font,
     )
     return figure
-
-
-def visible(token: str) -> str:
-    """Return a token as a label: spaces and line ends as signs, nothing else interpreted."""
-    signs = {" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"}
-    letters = (signs.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in token)
-    return text("".join(letters)) or "(empty)"
-
-
-def shortened(token: str) -> str:
-    """Return a token as a label on an axis, cut where it is too long."""
-    cut = token if len(token) <= LONGEST_LABEL else token[: LONGEST_LABEL - 1] + "…"
-    return visible(cut)
 
 
 def _slider(panels: list[Panel], steps: list[int]) -> dict[str, Any]:
@@ -257,7 +253,7 @@ def _slider(panels: list[Panel], steps: list[int]) -> dict[str, Any]:
 
 
 def _head_label(patterns: Patterns, head: Head) -> str:
-    name = f"layer {patterns.layers[head.row]}, head {head.head}"
+    name = head_name(patterns.layers[head.row], head.head)
     return f"{name}: {head.reason}" if head.reason else name
 
 

@@ -25,6 +25,7 @@ from analysis.metrics_file import FILE_NAME, Row, read_rows
 
 # What makes a head worth looking at first, and the words for it.
 INTERESTS = {"alpha_0": "sink", "induction": "induction", "prev_token": "previous token"}
+LONGEST_LABEL = 14  # characters of a token on an axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,18 @@ def thin(steps: np.ndarray[Any, Any], limit: int) -> np.ndarray[Any, Any]:
 def head_name(layer: int, head: int) -> str:
     """Return the name of a head for people."""
     return f"layer {layer}, head {head}"
+
+
+def visible(token: str) -> str:
+    """Return a token as a label: spaces, line ends and other unseen characters as signs."""
+    signs = {" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"}
+    letters = (signs.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in token)
+    return "".join(letters) or "(empty)"
+
+
+def shortened(token: str) -> str:
+    """Return a token as a label on an axis, cut where it is too long."""
+    return visible(token if len(token) <= LONGEST_LABEL else token[: LONGEST_LABEL - 1] + "…")
 
 
 def _same_layers(records: list[HeadRecord]) -> list[HeadRecord]:

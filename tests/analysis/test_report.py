@@ -26,12 +26,10 @@ from analysis.report_maps import (
     SLIDER_POSITIONS,
     draw_head_maps,
     draw_patterns,
-    shortened,
-    visible,
 )
 from analysis.report_style import MOST_POINTS, text
 from analysis.run_facts import describe, parameters
-from analysis.run_record import interesting_heads, read_run, thin
+from analysis.run_record import interesting_heads, read_run, shortened, thin, visible
 from tests.analysis.synthetic_run import Synthetic, sink, write_run
 
 HEADINGS = [
@@ -173,10 +171,13 @@ def test_text_of_a_run_stays_text(tmp_path):
 
 def test_labels_escape_what_charts_interpret():
     assert text("<b>&amp;</b>") == "&lt;b&gt;&amp;amp;&lt;/b&gt;"
+
+
+def test_tokens_are_labels_one_can_see():
     assert visible(" a\n\t") == "␣a↵⇥"
     assert visible("") == "(empty)"
     assert visible("\x00") == "\\x00"
-    assert shortened("<" * 20) == "&lt;" * 13 + "…"
+    assert shortened("<" * 20) == "<" * 13 + "…"
 
 
 def test_the_maps_show_the_newest_measurement_up_to_the_slider(tmp_path):

@@ -210,7 +210,7 @@ def draw_patterns(run: RunRecord) -> Any:
         title_text="key: the token looked at",
         tickvals=[0] * shift + [place + shift for place in range(0, size, every)],
         ticktext=[NOTHING] * shift + labels[::every],
-        tickangle=-90,
+        tickangle=0 if max(map(len, patterns.tokens)) < 3 and not with_null else -90,
         tickfont=font,
     )
     figure.update_yaxes(

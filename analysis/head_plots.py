@@ -162,7 +162,7 @@ def draw_patterns(run: RunRecord) -> Figure | None:
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(heads) :]:
         axes.remove()
-    for axes, head in zip(grid.flat, heads, strict=False):
+    for place, (axes, head) in enumerate(zip(grid.flat, heads, strict=False)):
         weights = patterns.weights[head.row, head.head, :size, :size]
         shown = np.where(np.tri(size, dtype=bool) | (weights > 0), weights, np.nan)
         if with_null:
@@ -175,8 +175,15 @@ def draw_patterns(run: RunRecord) -> Figure | None:
         axes.set_title(
             f"{head_name(patterns.layers[head.row], head.head)}\n{head.reason}", fontsize=12
         )
-        axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
-        axes.set_yticks(range(size), queries, fontsize=7)
+        # All show the same text: it stands at the edges of the grid only.
+        if place + columns >= len(heads):
+            axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=8)
+        else:
+            axes.set_xticks([])
+        if place % columns == 0:
+            axes.set_yticks(range(size), queries, fontsize=8)
+        else:
+            axes.set_yticks([])
         axes.grid(False)
     figure.supxlabel("key: the token looked at")
     figure.supylabel("query: the token that looks")

@@ -113,11 +113,16 @@ def read_records(run: Path, kind: str) -> list[HeadRecord]:
 def drop_records_after(run: Path, step: int) -> int:
     """Delete what was measured after `step`, and return how many records that were.
 
+    Patterns of a later step go with them.
+
     A run that goes on from the checkpoint of `step` measures those again.
     """
     late = [path for kind in KINDS for path in _record_files(run, kind) if _step_of(path) > step]
     for path in late:
         path.unlink()
+    patterns = read_patterns(run)
+    if patterns is not None and patterns.step > step:
+        (run / FOLDER / PATTERNS).unlink()
     return len(late)
 
 
@@ -169,13 +174,19 @@ def _step_of(path: Path) -> int:
 
 
 def _write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     words = {name: json.dumps(value) for name, value in metadata.items()}
-    save_file({name: np.asarray(x, order="C") for name, x in tensors.items()}, temporary, words)
-    os.replace(temporary, path)
+    try:
+        save_file({name: np.asarray(x, order="C") for name, x in tensors.items()}, temporary, words)
+        os.replace(temporary, path)
+    except SafetensorError as error:  # what a full disk becomes
+        raise OSError(f"{path}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

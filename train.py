@@ -58,7 +58,7 @@ from training.optim import Optimizers, build_optimizers
 from training.plan import describe_plan, describe_start
 from training.progress import Progress, RunLog
 from training.records import Records
-from training.report import describe_end, draw_plots, sample_texts
+from training.report import describe_end, draw_pictures, sample_texts
 from training.run_folder import (
     create_run_folder,
     find_initial_weights,
@@ -71,6 +71,7 @@ from training.run_folder import (
 from training.schedule import lr_multiplier
 from training.state import Counters, initial_weights, restore_state, save_state
 from training.step import NonFiniteError, StepGuard, take_step
+from training.telemetry import Telemetry, make_probe
 from training.throughput import Meter, mfu, peak_flops
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -93,6 +94,7 @@ class Session:
     counters: Counters
     run: Path
     records: Records
+    telemetry: Telemetry
     meter: Meter
     log: RunLog
 
@@ -192,6 +194,7 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
         log.note(f"resumed at step {counters.step}" + (f"; {notice}" if notice else ""))
         if counters.step == config.train.max_steps:
             log.note("nothing is left to train: raise train.max_steps to go on")
+    probe = make_probe(config.telemetry, config.model, val_windows, text.tokenizer, ranks)
 
     # The run's folder. Nothing above has written into it, so a mistake leaves no trace.
     if ranks.is_main and folder is None:
@@ -201,6 +204,7 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
     if ranks.is_main:
         text.tokenizer.save(run / "tokenizer.json")
         leave_later_checkpoints(run, counters.step, log.note)
+    records = Records(run, config, counters.step, tracker_id, is_main=ranks.is_main, log=log)
     return Session(
         config=config,
         device=device,
@@ -214,7 +218,17 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
         scaler=scaler,
         counters=counters,
         run=run,
-        records=Records(run, config, counters.step, tracker_id, is_main=ranks.is_main, log=log),
+        records=records,
+        telemetry=Telemetry(
+            config.telemetry,
+            model,
+            probe,
+            run=run,
+            step=counters.step,
+            ranks=ranks,
+            records=records,
+            log=log.note,
+        ),
         meter=Meter(),
         log=log,
     )
@@ -223,7 +237,7 @@ def set_up(config: Config, overrides: list[str], ranks: Ranks) -> Session | None
 def run_loop(
     session: Session, ranks: Ranks, stop: StopFlag
 ) -> tuple[Evaluation | None, str | None]:
-    """Train: learning rate, micro-steps, clip, step, log, evaluate, save.
+    """Train: learning rate, micro-steps, clip, step, look at the heads, log, evaluate, save.
 
     Returns the last evaluation, and the name of the signal that ended the loop early, if one did.
     """
@@ -253,6 +267,7 @@ def run_loop(
             is_best = counters.count_evaluation(found.loss)
             s.records.add(counters.step, found.metrics())
             bar.note(f"step {counters.step}: {found}" + (" (best so far)" if is_best else ""))
+            s.telemetry.probe(counters.step, s.device, precision)
         return found
 
     def save_now() -> None:
@@ -279,6 +294,7 @@ def run_loop(
         save_now()  # so that the best checkpoint exists from the start, and a full disk shows now
     stop_signal, ended_early = None, False
     while counters.step < settings.max_steps and stop_signal is None and not ended_early:
+        statistics = s.telemetry.begin_step(counters.step + 1)
         lr = s.optimizers.set_lr(lr_multiplier(counters.step, s.config.optim, settings.max_steps))
         indices = s.order.next_indices(settings.batch_size)
         mine = indices[ranks.rank * per_rank : (ranks.rank + 1) * per_rank]
@@ -295,11 +311,13 @@ def run_loop(
             device=s.device,
             autocast=precision,
             ranks=ranks,
+            statistics=statistics,
         )
         guard.check(
             result, step=counters.step, lr=lr, windows=indices, scaler=s.scaler, log=bar.note
         )
         counters.count_step(result.tokens)
+        s.telemetry.end_step(statistics)
         meter.add(settings.batch_size * context)
 
         step, speed = counters.step, meter.tokens_per_s()
@@ -343,9 +361,10 @@ def run_loop(
 def report(session: Session, last: Evaluation | None) -> None:
     """Say what came of it: plots, samples, the numbers that matter."""
     s = session
-    draw_plots(s.run, s.log.note)
+    draw_pictures(s.run, s.log.note, with_heads=s.config.telemetry.report)
     samples = sample_texts(s.model, s.text, s.config.train, s.config.seed)
-    s.log.note(describe_end(s.run, s.counters, last, samples, s.meter))
+    looking = s.telemetry.describe(s.meter.step_seconds)
+    s.log.note(describe_end(s.run, s.counters, last, samples, s.meter, looking))
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")

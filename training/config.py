@@ -27,6 +27,7 @@ from model.config import ModelConfig
 from training.choices import check_choice, check_range, nearest
 from training.devices import COMPILE_MODES
 from training.optim import OptimConfig
+from training.telemetry import TelemetryConfig
 from training.tracking import TrackerConfig
 
 
@@ -126,6 +127,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
@@ -203,6 +205,7 @@ def check_config(config: Config, world: int = 1) -> None:
             f"{world * micro}"
         )
     config.optim.check(train.max_steps)
+    config.telemetry.check(model.n_layer)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ def describe_end(
     final: Evaluation | None,
     samples: list[str],
     meter: Meter,
+    looking: str | None = None,
 ) -> str:
     """Return the report that a run closes with.
 
@@ -70,6 +71,7 @@ def describe_end(
         final: the last evaluation, if one was made.
         samples: texts to show.
         meter: has measured the training of this process, evaluation and saving left out.
+        looking: what telemetry says it has cost, if it was on.
     """
     lines = []
     for number, text in enumerate(samples, start=1):
@@ -79,6 +81,8 @@ def describe_end(
         f"{counters.step:,} steps, {counters.tokens:,} tokens; {meter.step_seconds:.0f} s of "
         f"training in this process ({meter.average_tokens_per_s():,.0f} tokens/s)"
     )
+    if looking is not None:
+        lines.append(looking)
     if final is not None:
         lines.append(str(final))
     if counters.best_loss is not None and counters.best_step != counters.step:
@@ -91,11 +95,34 @@ def describe_end(
     return "\n".join(lines)
 
 
-def draw_plots(run: Path, log: Callable[[str], None]) -> None:
-    """Write the run's pictures; a failure costs the pictures and nothing else."""
+def draw_pictures(run: Path, log: Callable[[str], None], *, with_heads: bool) -> None:
+    """Write the run's pictures and, `with_heads`, those of its heads and ``report.html``.
+
+    What fails, as for want of a plotting library, costs itself, one line and nothing else.
+    """
+    drawings = {"plots were drawn": _plot_run}
+    if with_heads:
+        drawings |= {"plots of heads were drawn": _plot_heads, "report was written": _write_report}
+    for what, draw in drawings.items():
+        try:
+            draw(run)
+        except Exception as error:
+            log(f"warning: no {what}: {error}")
+
+
+def _plot_run(run: Path) -> None:
     from analysis.plots import plot_run
 
-    try:
-        plot_run(run)
-    except Exception as error:
-        log(f"warning: no plots were drawn: {error}")
+    plot_run(run)
+
+
+def _plot_heads(run: Path) -> None:
+    from analysis.head_plots import plot_heads
+
+    plot_heads(run)
+
+
+def _write_report(run: Path) -> None:
+    from analysis.report import write_report
+
+    write_report(run)

@@ -11,16 +11,20 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data.windows import IGNORE, Batch
 from model.config import ModelConfig
 from model.decoder import counted_targets
 from training.distributed import Ranks, sync_gradients
 from training.optim import Optimizers
+
+if TYPE_CHECKING:
+    from training.telemetry import StepStatistics
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ def take_step(
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
     ranks: Ranks,
+    statistics: StepStatistics | None = None,
 ) -> StepResult:
     """Run this rank's micro-steps, reduce, clip and update.
 
@@ -60,6 +65,8 @@ def take_step(
         device: where the model is.
         autocast: makes the mixed-precision context of a forward pass.
         ranks: this process among its peers.
+        statistics: receives what the forward passes say about the heads, if that is wanted; the
+            step computes the same.
     """
     counted = sum(
         int((counted_targets(config, batch.targets, batch.documents) != IGNORE).sum())
@@ -72,19 +79,14 @@ def take_step(
 
     summed = torch.zeros((), device=device)
     for number, batch in enumerate(batches, start=1):
-        documents = None if batch.documents is None else batch.documents.to(device)
         with sync_gradients(model, last=number == len(batches)):
-            with autocast():
-                loss = model(
-                    batch.tokens.to(device, non_blocking=True),
-                    batch.targets.to(device, non_blocking=True),
-                    documents=documents,
-                    reduction="sum",
-                ).loss
+            loss = _summed_loss(model, batch, device, autocast, statistics)
             scaler.scale(loss * scale).backward()
         summed += loss.detach()
 
     optimizers.unscale(scaler)
+    if statistics is not None:
+        statistics.add_gradients()
     norm = optimizers.clip_grad_norm()
     (nats,) = ranks.all_reduce_sum([summed.item()])
     grad_norm = norm.item()
@@ -94,6 +96,32 @@ def take_step(
     scaler.update()
     optimizers.zero_grad()
     return StepResult(nats / max(total, 1.0), int(total), grad_norm, taken)
+
+
+def _summed_loss(
+    model: nn.Module,
+    batch: Batch,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[None]],
+    statistics: StepStatistics | None,
+) -> Tensor:
+    """The summed loss of one micro-step; only what backward needs outlives this call."""
+    documents = None if batch.documents is None else batch.documents.to(device)
+    targets = batch.targets.to(device, non_blocking=True)
+    wanted = {}
+    if statistics is not None:
+        wanted = {"stats": statistics.stats, "layers": statistics.layers}
+    with autocast():
+        output = model(
+            batch.tokens.to(device, non_blocking=True),
+            targets,
+            documents=documents,
+            reduction="sum",
+            **wanted,
+        )
+    if statistics is not None:
+        statistics.add(output.attention, targets, documents)
+    return output.loss
 
 
 class NonFiniteError(RuntimeError):

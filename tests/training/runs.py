@@ -38,6 +38,7 @@ def settings(folder: Path, **dotted: Any) -> dict[str, Any]:
             "samples": 1,
             "sample_tokens": 5,
         },
+        "telemetry": {"probe_windows": 4, "report": False},
         "tracker": {"kind": "none"},
     }
     for key, value in dotted.items():

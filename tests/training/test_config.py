@@ -20,6 +20,7 @@ from training.config import (
     to_config,
     to_dict,
 )
+from training.telemetry import TelemetryConfig
 
 
 def composed(*overrides: str) -> Config:
@@ -49,6 +50,14 @@ def test_overrides_reach_every_group():
     assert composed("optim.lr=1e-4").optim.lr == 1e-4  # not text
     assert composed("model.n_head=8").model.kv_heads == 2
     assert composed("model.n_head=8", "model.n_kv_head=null").model.kv_heads == 8
+
+
+def test_telemetry_is_a_group_whose_default_is_what_its_code_says():
+    assert composed().telemetry == TelemetryConfig()
+    assert not composed("telemetry=none").telemetry.enabled
+    assert composed("telemetry.layers=[2,0]").telemetry.layers == [0, 2]
+    expected = "telemetry.layers=[4]: layer 4 is outside 0 .. 3 (model.n_layer=4)"
+    assert message("telemetry.layers=[4]") == expected
 
 
 @pytest.mark.parametrize(

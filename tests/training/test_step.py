@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from training.devices import autocast, grad_scaler
 from training.distributed import Ranks
 from training.optim import OptimConfig, build_optimizers
 from training.step import NonFiniteError, StepGuard, StepResult, take_step
+from training.telemetry import StepStatistics
 
 CPU = torch.device("cpu")
 SIZE = {"vocab_size": 11, "context_length": 7, "n_layer": 2, "n_head": 2, "n_embd": 8}
@@ -171,3 +173,27 @@ def test_a_float16_overflow_is_normal():
     assert "float16 overflow" in log[0]
     with pytest.raises(NonFiniteError):
         check(guard, overflow, 1, log)
+
+
+def test_gradient_norms_are_taken_unscaled_and_before_clipping():
+    lesson = Lesson(clip=0.001)
+    statistics = StepStatistics(lesson.model, 1, (1,))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    options = {"config": lesson.model.config, "device": CPU, "autocast": nullcontext}
+    twin = Lesson(clip=0.001)
+    twin.step(rows())  # its hooks see gradients before anything is done to them
+    take_step(
+        lesson.model,
+        lesson.optimizers,
+        scaler,
+        [rows(0, 4), rows(4, 8)],
+        ranks=Ranks(),
+        statistics=statistics,
+        **options,
+    )
+    found = statistics.record(Ranks()).measures
+    for name in "qkvo":
+        expected = twin.gradients[f"blocks.1.attn.{name}_proj.weight"].norm().item()
+        measure = found[f"grad_norm_{name}"]
+        assert measure.axis == "layer"
+        assert measure.values.tolist() == [pytest.approx(expected, rel=1e-5)]

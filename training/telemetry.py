@@ -304,7 +304,7 @@ class Telemetry:
             self._try_to_write(lambda: append_events(self._run, events))
         for event in events:
             self._log(event.text)
-            tracker.alert(event.kind.replace("_", " "), event.text)
+            tracker.alert(event.title, event.text)
 
     def _note_probe(self, record: HeadRecord) -> None:
         if record.kind == "probe":

@@ -1,5 +1,6 @@
 """The logits of one chunk of query rows, which forward, backward and column mass share."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ class Logits(NamedTuple):
     """Logits of one chunk, all (B, H, c, n), and what their derivatives and statistics need."""
 
     values: Tensor  # HIDDEN where invisible
-    visible: Tensor  # (b, 1, c, n)
+    visible: Tensor  # (b, 1, c, m) of the last m keys; every row sees the n - m before them
     raw: Tensor | None  # before soft-cap and bias; None where there is neither
     squashed: Tensor | None  # tanh(raw / softcap)
     distance: Tensor | None  # |i - j|, (b, 1, c, n); with ALiBi only
@@ -73,6 +74,28 @@ class Call:
             distance = self.layout.distance(chunk.rows, positions).abs().unsqueeze(1)
             distance = distance.to(self.dtype)
             values = values - spec.alibi_slopes.to(self.dtype)[:, None, None] * distance
-        visible = self.layout.visible(chunk.rows, positions).unsqueeze(1)
-        values.masked_fill_(~visible, HIDDEN)
+        last = positions[self._seen_by_all(chunk) :]
+        visible = self.layout.visible(chunk.rows, last).unsqueeze(1)
+        hide(values, visible, HIDDEN)
         return Logits(values, visible, raw, squashed, distance)
+
+    def _seen_by_all(self, chunk: Chunk) -> int:
+        """How many of a chunk's first keys need no mask, as far as that is known on the host."""
+        spec, n_keys = self.spec, self.layout.n_keys
+        is_plain = spec.window is None and spec.documents is None
+        if not is_plain or self.layout.kv_lengths is not None:
+            return 0
+        if not spec.causal:
+            return n_keys
+        first_row = n_keys - self.q.shape[2] + chunk.rows.start  # its position
+        return max(0, first_row + 1 - chunk.keys.start)
+
+
+def hide(x: Tensor, visible: Tensor, value: float) -> None:
+    """Put `value` where a key is invisible, in place: x (B, H, c, n), visible as in `Logits`."""
+    x[..., x.shape[-1] - visible.shape[-1] :].masked_fill_(~visible, value)
+
+
+def exp(x: Tensor) -> Tensor:
+    """The exponential through base 2: on CPUs it takes half the time, and no longer for HIDDEN."""
+    return (x * math.log2(math.e)).exp2_()

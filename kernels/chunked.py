@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.chunk_logits import Call, Logits
+from kernels.chunk_logits import Call, Logits, exp, hide
 from kernels.chunks import Chunk, chunks
 from kernels.spec import AttentionOutput, AttentionSpec, Stats
 
@@ -90,7 +90,7 @@ def backward(
         queries, keys = call.scaled_queries(at), chunk.take(call.keys)
         logits = call.logits(chunk, queries, keys)
         log_weights = logits.values.sub_(lse[:, :, at, None])
-        weights = log_weights.exp()  # (B, H, c, n)
+        weights = exp(log_weights)  # (B, H, c, n)
         if mass is not None:
             chunk.add_to(mass, weights.sum(dim=2).flatten(0, 1))
         d_out_rows = call.stack(d_out[:, :, at])
@@ -130,7 +130,7 @@ def column_mass(
     mass = _no_mass(call)
     for chunk in chunks(spec, q, k, kv_lengths):
         logits = call.logits(chunk, call.scaled_queries(chunk.rows), chunk.take(call.keys))
-        weights = logits.values.sub_(lse[:, :, chunk.rows, None]).exp_()
+        weights = exp(logits.values.sub_(lse[:, :, chunk.rows, None]))
         chunk.add_to(mass, weights.sum(dim=2).flatten(0, 1))
     return mass.view(*q.shape[:2], -1)
 
@@ -181,14 +181,16 @@ def _sum_chunk(
     at = chunk.rows
     shifted = logits.values
     peak = shifted.amax(dim=-1).clamp_(min=FLOOR)  # (B, H, c)
-    weights = shifted.sub_(peak.unsqueeze(-1)).exp()  # (B, H, c, n), not yet divided by total
+    weights = exp(shifted.sub_(peak.unsqueeze(-1)))  # (B, H, c, n), not yet divided by total
     total = weights.sum(dim=-1)
     rows.peak[:, :, at] = peak
     rows.total[:, :, at] = total
-    rows.out[:, :, at] = call.unstack(torch.bmm(call.stack(weights), values))
+    if values.shape[2]:
+        rows.out[:, :, at] = call.unstack(torch.bmm(call.stack(weights), values))
     if rows.max_logit is not None:
         if logits.raw is not None:
-            peak = logits.raw.masked_fill(~logits.visible, -torch.inf).amax(dim=-1)
+            hide(logits.raw, logits.visible, -torch.inf)
+            peak = logits.raw.amax(dim=-1)
         rows.max_logit[:, :, at] = peak.masked_fill(total == 0, -torch.inf)
     if rows.mean_distance is not None:
         rows.mean_distance[:, :, at] = _mean_distance(call, chunk, weights, total)
@@ -209,11 +211,14 @@ def _mean_distance(call: Call, chunk: Chunk, weights: Tensor, total: Tensor) -> 
 
 def _first_keys_mass(call: Call, chunk: Chunk, weights: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Sum of the weights on the first keys of the row's document: (B, H, c, len(counts))."""
-    age = torch.arange(max(counts), device=weights.device)
-    first_keys = call.layout.starts[:, chunk.rows, None] + age  # (b, c, k)
-    columns, visited = chunk.columns(first_keys)
-    columns = columns.unsqueeze(1).expand(*weights.shape[:3], -1)
-    first = weights.gather(-1, columns) * visited.unsqueeze(1)
+    if call.spec.documents is None and chunk.keys.start == 0:
+        first = weights  # whose first columns they are
+    else:
+        age = torch.arange(max(counts), device=weights.device)
+        first_keys = call.layout.starts[:, chunk.rows, None] + age  # (b, c, k)
+        columns, visited = chunk.columns(first_keys)
+        columns = columns.unsqueeze(1).expand(*weights.shape[:3], -1)
+        first = weights.gather(-1, columns) * visited.unsqueeze(1)
     return torch.stack([first[..., :n].sum(dim=-1) for n in counts], dim=-1)
 
 

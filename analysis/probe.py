@@ -29,7 +29,6 @@ from analysis.row_stats import RowLayout, RowSums
 from analysis.weights import row_weights
 from data.tokenizers import Tokenizer
 from data.windows import IGNORE, Batch, Windows, fixed_windows
-from kernels.attention import AttentionOutput
 from kernels.visibility import document_starts
 from model.attention import Attention
 from model.blocks import Block
@@ -291,9 +290,10 @@ def _measure_text(run: _Runner, probe: Probe) -> tuple[dict[str, Measure], Patte
                 "early": detectors.loss_at(seen.losses, seen.counted, age, early),
             },
         )
-        heads = _merge_rows(heads, [view.result for view in seen.views], seen.layouts)
-        equal = [row_stats.uniform_head(layout) for layout in seen.layouts]
-        uniform = _merge_rows(uniform, equal, seen.layouts)
+        results = zip(seen.views, seen.layouts, strict=True)
+        sums = [row_stats.head_sums(view.result, layout) for view, layout in results]
+        heads = _merge_rows(heads, sums)
+        uniform = _merge_rows(uniform, row_stats.uniform_sums(seen.layouts))
         if not pieces:
             pieces = [_piece(view, len(probe.words)) for view in seen.views]
 
@@ -380,11 +380,8 @@ def _add(means: Means, more: Means) -> None:
         means[name] = means[name] + mean if name in means else mean
 
 
-def _merge_rows(
-    sums: list[RowSums], results: list[AttentionOutput], layouts: list[RowLayout]
-) -> list[RowSums]:
+def _merge_rows(sums: list[RowSums], more: list[RowSums]) -> list[RowSums]:
     """Add the row statistics of one more pass, layer by layer."""
-    more = [row_stats.head_sums(r, layout) for r, layout in zip(results, layouts, strict=True)]
     if not sums:
         return more
     return [row_stats.merge(one, other) for one, other in zip(sums, more, strict=True)]

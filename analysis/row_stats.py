@@ -144,6 +144,13 @@ def uniform_head(layout: RowLayout) -> AttentionOutput:
     )
 
 
+def uniform_sums(layouts: Sequence[RowLayout]) -> list[RowSums]:
+    """The sums of `uniform_head` in each layer; layers that share a layout share them."""
+    by_layout = {id(layout): layout for layout in layouts}
+    sums = {key: head_sums(uniform_head(layout), layout) for key, layout in by_layout.items()}
+    return [sums[id(layout)] for layout in layouts]
+
+
 class RowSums(NamedTuple):
     """Sums over the rows of one layer; M means, H heads.
 

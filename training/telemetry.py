@@ -39,7 +39,7 @@ from analysis.row_stats import (
     measures,
     merge,
     row_layouts,
-    uniform_head,
+    uniform_sums,
     wanted_stats,
 )
 from data.tokenizers import Tokenizer
@@ -174,9 +174,8 @@ class StepStatistics:
         """Add a micro-step: what each layer returned, and the batch's targets, (B, T)."""
         layouts = row_layouts(self._model.config, self.layers, targets, documents)
         heads = [head_sums(result, at) for result, at in zip(attention, layouts, strict=True)]
-        uniform = [head_sums(uniform_head(at), at) for at in layouts]
         self._heads = _merge_layers(self._heads, heads)
-        self._uniform = _merge_layers(self._uniform, uniform)
+        self._uniform = _merge_layers(self._uniform, uniform_sums(layouts))
 
     def add_gradients(self) -> None:
         """Note the norms of the projections' gradients: reduced, unscaled, not yet clipped."""

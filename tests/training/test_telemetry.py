@@ -102,9 +102,10 @@ def with_and_without(folder: Path, **options) -> tuple[Path, Path]:
     "options",
     [
         {"attention__backend": "eager"},
+        {"attention__backend": "sdpa"},
         {"model__windows": [5, 0], "model__window_sinks": 1, "model__sink_logit": "learned"},
     ],
-    ids=["eager", "windows"],
+    ids=["eager", "plain", "windows"],
 )
 def test_looking_changes_no_bit_of_what_is_learned(tmp_path, options):
     options |= {"model__dropout": 0.1, "optim__kind": "muon", "train__micro_batch_size": 2}
@@ -127,6 +128,14 @@ def test_looking_changes_a_compiled_run_by_rounding_at_most(tmp_path, monkeypatc
     watched, plain = with_and_without(tmp_path)
     assert losses(watched) == pytest.approx(losses(plain), abs=1e-6)
     assert len(read_records(watched, "train")) == 5  # steps 1, 2, 3, 4 and 6 of 6
+
+
+@pytest.mark.slow
+def test_looking_changes_a_run_of_generated_code_by_rounding_at_most(tmp_path):
+    torch.compiler.reset()
+    watched, plain = with_and_without(tmp_path, compile="true")
+    assert losses(watched) == pytest.approx(losses(plain), abs=1e-6)
+    assert len(read_records(watched, "train")) == 5
 
 
 # --- However the sequences are shared out ---------------------------------------------------------

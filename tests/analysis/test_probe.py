@@ -352,7 +352,7 @@ def test_patterns_are_the_weights_over_the_first_window(tmp_path, changes):
     for n, view in enumerate(views):
         one_hot = torch.eye(T).expand(1, 2, T, T)
         stats = Stats(null_mass=True)
-        whole = eager.attention(view.q, view.k, one_hot, view.spec, None, stats)
+        whole = eager.attention(view.q, view.k, one_hot, view.spec, None, stats, None)
         np.testing.assert_allclose(patterns.weights[n], whole.out[0], atol=1e-6)
         np.testing.assert_allclose(patterns.null_mass[n], whole.null_mass[0], atol=1e-6)
 

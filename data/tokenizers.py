@@ -1,4 +1,4 @@
-"""Text to token ids and back: byte-level BPE, single characters, or raw bytes.
+"""Text to token ids and back: byte-level BPE, single characters, raw bytes, or numbers.
 
 Every kind is one `tokenizer.json` of the `tokenizers` library, so other tools can open a run's
 tokenizer. `Tokenizer` wraps that library and adds what training needs: text is always encoded as
@@ -29,18 +29,22 @@ from numpy.typing import ArrayLike
 from data import byte_level
 from data.pieces import Edge, TextPiece, cut, edge_anywhere, edge_nowhere, edge_of_word
 
-KINDS = ("char", "bpe", "byte", "file")
+KINDS = ("char", "bpe", "byte", "identity", "file")
 WITHOUT_BOS = ("char", "byte")  # kinds that have no mark for the beginning of a document
 END_OF_TEXT = "<|endoftext|>"
+BEGIN_OF_SEQUENCE = "<|bos|>"
+SYMBOLS = "0123456789abcdefghijklmnopqrstuv"  # of made-up text: the digit of 0, 1, ..., 31
 MIN_BPE_VOCAB = 257  # the 256 bytes and END_OF_TEXT
 
-# How tokenizers mark the beginning and the end of a document; the first pair found counts.
-BOS_EOS_NAMES = (
+# How tokenizers mark the beginning and the end of a document, None being not at all; the first pair
+# found counts.
+BOS_EOS_NAMES: tuple[tuple[str, str | None], ...] = (
     ("<|begin_of_text|>", "<|end_of_text|>"),
     ("<s>", "</s>"),
     ("<bos>", "<eos>"),
     ("[BOS]", "[EOS]"),
     (END_OF_TEXT, END_OF_TEXT),
+    (BEGIN_OF_SEQUENCE, None),
 )
 
 # How much is encoded at once: an encoded token costs about 100 bytes until its ids are read.
@@ -94,7 +98,7 @@ class Tokenizer:
     Attributes:
         vocab_size: number of ids; every id is below it.
         bos_id, eos_id: ids that begin and end a document (one id may do both), or None.
-        alphabet: the known characters if it knows only some (kind `char`), else None.
+        alphabet: the known characters if it knows only some (`char`, `identity`), else None.
         token_bytes: the raw bytes of each id; none for special tokens, which are not text.
         sha256: hash of the canonical JSON, the same whatever the file's layout.
 
@@ -250,7 +254,8 @@ def build_tokenizer(config: TokenizerConfig, train: Iterable[str], val: Iterable
     """Build the tokenizer `config` asks for from the texts of the two splits.
 
     BPE is trained on `train` alone; characters are taken from both, as an unknown one cannot be
-    encoded. Built twice from the same texts it is the same.
+    encoded. Built twice from the same texts it is the same; `byte` and `identity` do not look at
+    the texts at all.
 
     Raises:
         ValueError: there is no text to build from, or the given file is no usable tokenizer.
@@ -263,6 +268,8 @@ def build_tokenizer(config: TokenizerConfig, train: Iterable[str], val: Iterable
         tokenizer = _train_bpe(config.vocab_size, train)
     elif config.kind == "char":
         tokenizer = _collect_characters(train, val)
+    elif config.kind == "identity":
+        tokenizer = _numbers()
     else:
         tokenizer = _raw_bytes()
     _check_round_trip(tokenizer, config)
@@ -291,11 +298,27 @@ def _collect_characters(train: Iterable[str], val: Iterable[str]) -> Tokenizer:
             characters.update(text)
     if not characters:
         raise ValueError("there is no text to take characters from; check data.path")
+    return Tokenizer(_single_characters(sorted(characters)).to_str(pretty=True))
+
+
+def _numbers() -> Tokenizer:
+    """Kind `identity`, for tasks whose text is made of numbers: the id of a symbol is its number.
+
+    Unlike those of `char`, the ids do not depend on which symbols the text happens to hold, and
+    after them comes a mark for the beginning of a sequence, which task and model can rely on.
+    """
+    identity = _single_characters(SYMBOLS)
+    identity.add_special_tokens([BEGIN_OF_SEQUENCE])
+    return Tokenizer(identity.to_str(pretty=True))
+
+
+def _single_characters(characters: Iterable[str]) -> Any:
+    """The library's tokenizer whose ids are the places of single characters."""
     library = _tokenizers()
-    vocab = {character: token_id for token_id, character in enumerate(sorted(characters))}
-    char = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
-    char.decoder = library.decoders.Fuse()
-    return Tokenizer(char.to_str(pretty=True))
+    vocab = {character: token_id for token_id, character in enumerate(characters)}
+    single = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
+    single.decoder = library.decoders.Fuse()
+    return single
 
 
 def _raw_bytes() -> Tokenizer:
@@ -320,8 +343,8 @@ def _check_round_trip(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
 
 def _document_marks(vocab: dict[str, int], specials: set[str]) -> tuple[int | None, int | None]:
     for bos, eos in BOS_EOS_NAMES:
-        if bos in specials and eos in specials:
-            return vocab[bos], vocab[eos]
+        if bos in specials and (eos is None or eos in specials):
+            return vocab[bos], None if eos is None else vocab[eos]
     return None, None
 
 

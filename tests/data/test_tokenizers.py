@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from data import pieces
 from data.pieces import cut, edge_of_word
-from data.tokenizers import END_OF_TEXT, Tokenizer, TokenizerConfig, build_tokenizer
+from data.tokenizers import END_OF_TEXT, SYMBOLS, Tokenizer, TokenizerConfig, build_tokenizer
 
 patient = settings(deadline=None)  # a loaded machine is no failure
 
@@ -37,6 +37,7 @@ def build(kind: str, *texts: str, **options: Any) -> Tokenizer:
 
 BPE = build("bpe", vocab_size=300)
 BYTE = build("byte")
+IDENTITY = build("identity")
 
 
 def library_file(tmp_path: Path, **changes: Any) -> Path:
@@ -78,6 +79,25 @@ def test_character_ids_are_the_places_in_the_sorted_alphabet() -> None:
     assert char.encode("\nabcd") == [0, 1, 2, 3, 4]
     assert char.vocab_size == 5
     assert (char.bos_id, char.eos_id) == (None, None)
+
+
+def test_identity_ids_are_the_numbers_of_the_symbols_whatever_the_text_holds() -> None:
+    identity = build("identity", "vvv")
+    assert identity.encode(SYMBOLS) == list(range(32))
+    assert all(int(symbol, 32) == number for number, symbol in enumerate(SYMBOLS))
+    assert identity.decode([31, 0, 10]) == "v0a"
+    assert identity.sha256 == build("identity", "0123").sha256
+
+
+def test_identity_has_a_mark_for_the_beginning_alone() -> None:
+    assert (IDENTITY.bos_id, IDENTITY.eos_id, IDENTITY.vocab_size) == (32, None, 33)
+    assert IDENTITY.decode([32, 5, 32, 6]) == "56"
+    assert IDENTITY.n_bytes([32, 5]) == 1
+
+
+def test_identity_refuses_text_of_other_symbols() -> None:
+    with pytest.raises(ValueError, match=r"'w' at 1; it knows 32"):
+        build("identity").encode("0w")
 
 
 def test_text_that_looks_like_a_special_token_stays_text() -> None:
@@ -246,15 +266,17 @@ def test_many_unknown_characters_are_cut_short() -> None:
 # Files
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, BYTE, build("char")])
+@pytest.mark.parametrize("tokenizer", [BPE, BYTE, build("char"), IDENTITY])
 def test_a_saved_tokenizer_comes_back_with_the_same_hash(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     tokenizer.save(tmp_path / "tokenizer.json")
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    text = SYMBOLS if tokenizer is IDENTITY else TEXT
     assert loaded.sha256 == tokenizer.sha256
-    assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
+    assert loaded.encode(text) == tokenizer.encode(text)
     assert loaded.alphabet == tokenizer.alphabet
+    assert (loaded.bos_id, loaded.eos_id) == (tokenizer.bos_id, tokenizer.eos_id)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
 
 

@@ -26,6 +26,9 @@ __all__ = [
 
 MODES = ("stream", "bos_aligned", "document")
 
+# Sources that come with their validation split.
+FIXED_SPLITS = {"shakespeare": "four whole plays", "back_copy": "a random stream of its own"}
+
 DEFAULT_VAL_FRACTION = 0.1
 DEFAULT_TEXT_FIELD = "text"
 
@@ -68,10 +71,10 @@ class DataConfig:
         fraction_is_set = self.val_fraction != DEFAULT_VAL_FRACTION
         if fraction_is_set and self.val_path is not None:
             raise ValueError("data.val_fraction and data.val_path exclude each other; set one")
-        if fraction_is_set and self.used_source == "shakespeare":
+        if fraction_is_set and self.used_source in FIXED_SPLITS:
             raise ValueError(
-                "data.val_fraction does not apply to data.source=shakespeare, "
-                "whose validation split is four whole plays"
+                f"data.val_fraction does not apply to data.source={self.used_source}, "
+                f"whose validation split is {FIXED_SPLITS[self.used_source]}"
             )
 
     @property
@@ -100,6 +103,12 @@ def _tiny_shakespeare(config: DataConfig, log: Log) -> Splits:
     return load_tiny_shakespeare(Path(config.cache_dir), config.val_fraction, log)
 
 
+def _back_copy(config: DataConfig, log: Log) -> Splits:
+    from data.back_copy import load_back_copy
+
+    return load_back_copy()
+
+
 def _files(config: DataConfig, log: Log) -> Splits:
     from data.files import load_files
 
@@ -117,6 +126,7 @@ def _files(config: DataConfig, log: Log) -> Splits:
 SOURCES: dict[str, Callable[[DataConfig, Log], Splits]] = {
     "shakespeare": _shakespeare,
     "tiny_shakespeare": _tiny_shakespeare,
+    "back_copy": _back_copy,
     "files": _files,
 }
 

@@ -27,6 +27,7 @@ GROUP = Path(__file__).parents[2] / "configs" / "data"
         ({"text_field": "content"}, "data.text_field=content needs data.path"),
         ({"path": "a.txt", "val_path": "b.txt", "val_fraction": 0.2}, "exclude each other"),
         ({"val_fraction": 0.2}, "does not apply to data.source=shakespeare"),
+        ({"source": "back_copy", "val_fraction": 0.2}, "whose validation split is a random stream"),
     ],
 )
 def test_wrong_settings_fail_in_one_line(settings, message):

@@ -7,6 +7,9 @@ from importlib.resources import files
 import pytest
 from hydra import compose, initialize_config_module
 
+from analysis.event_files import read_events
+from analysis.head_files import read_records, stack
+from data.back_copy import LENGTH, N_TRAIN
 from model.size import parameter_count
 from train import train
 from training.config import Config, to_config
@@ -56,6 +59,42 @@ def test_our_own_shapes_keep_the_limits_of_the_comparison(name):
     assert ours.train.eval_windows is theirs.train.eval_windows is None  # the whole split
     tokens = [c.train.max_steps * c.train.batch_size for c in (ours, theirs)]
     assert tokens[0] <= tokens[1]
+
+
+def test_sink_formation_is_one_head_on_windows_of_bos_and_one_sequence():
+    config = composed("experiment=sink_formation")
+    model = config.model
+    shape = (model.n_layer, model.n_head, model.kv_heads, model.n_embd, model.context_length)
+    assert shape == (1, 1, 1, 64, LENGTH)
+    assert (config.data.mode, config.tokenizer.kind) == ("bos_aligned", "identity")
+    seen = config.train.max_steps * config.train.batch_size
+    assert seen <= N_TRAIN  # no sequence comes twice
+    # Another optimizer comes with its own settings: none are left over from the experiment.
+    assert composed("experiment=sink_formation", "optim=sgd").optim == composed("optim=sgd").optim
+
+
+@pytest.mark.slow
+def test_a_sink_forms_and_is_reported(tmp_path):
+    """The first 300 of 1,500 steps; a head that looks everywhere has alpha_0 = 0.074."""
+    config = composed(
+        "experiment=sink_formation",
+        "seed=1",
+        f"runs_dir={tmp_path}",
+        f"data.cache_dir={tmp_path}",
+        "tracker=none",
+        "telemetry.report=false",
+        "optim.decay_steps=1500",
+        "train.max_steps=300",
+        "train.samples=0",
+    )
+    train(config, [])
+    (run,) = (path.parent for path in tmp_path.glob("*/config.yaml"))
+    sinks = [event for event in read_events(run) if event.kind == "sink_formed"]
+    assert [(event.layer, event.head) for event in sinks] == [(0, 0)]
+    steps, alpha = stack(read_records(run, "probe"), "alpha_0")
+    assert alpha[0] == pytest.approx(0.074, abs=0.005)
+    assert alpha[steps == sinks[0].step] > 0.3
+    assert alpha[-1] > 0.5
 
 
 @pytest.mark.slow

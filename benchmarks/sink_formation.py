@@ -4,7 +4,7 @@
     python benchmarks/sink_formation.py --shakespeare RUN  with a default run trained earlier
 
 The variants are the plain softmax, a zero and a learned sink logit, an output gate, and SGD in
-place of Muon, each with three random states; beside them the default Shakespeare run. Every run is
+place of AdamW, each with three random states; beside them the default Shakespeare run. Every run is
 train.py in a process of its own, and its curve is that of its own probe records: alpha_0 as the
 event detector sees it, the mean weight on the first token over all rows of the first 64, triggers
 and the first row included.
@@ -52,7 +52,7 @@ VARIANTS = {
     "zero sink logit": ["model.sink_logit=zero"],
     "learned sink logit": ["model.sink_logit=learned"],
     "output gate": ["model.output_gate=true"],
-    "SGD": ["optim=sgd"],
+    "SGD": ["optim=sgd", "optim.lr=0.1"],
 }
 LOOKS = {  # Okabe and Ito's colours; the dashes serve those who print in grey
     "softmax": ("#D55E00", "-"),

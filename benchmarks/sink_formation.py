@@ -3,11 +3,11 @@
     python benchmarks/sink_formation.py                    a table, and docs/sinks.png
     python benchmarks/sink_formation.py --shakespeare RUN  with a default run trained earlier
 
-The variants are the plain softmax, a zero and a learned sink logit, an output gate, and SGD in
-place of AdamW, each with three random states; beside them the default Shakespeare run. Every run is
-train.py in a process of its own, and its curve is that of its own probe records: alpha_0 as the
-event detector sees it, the mean weight on the first token over all rows of the first 64, triggers
-and the first row included.
+The variants are the plain softmax, a zero and a learned sink logit, an output gate, and SGD (at a
+rate of 0.1) in place of AdamW, each with three random states; beside them the default Shakespeare
+run, evaluated more often. Every run is train.py in a process of its own, and its curve is that of
+its own probe records: alpha_0 as the event detector sees it, the mean weight on the first token
+over all rows of the first 64, triggers and the first row included.
 
 The table is measured on the last checkpoint and the whole validation split. A row counts as
 "without a trigger" when it is not the first of its window and its own token is none, so that
@@ -40,6 +40,7 @@ from data.back_copy import N_TRIGGERS, attainable_loss, bigram_loss
 from data.prepare import prepare
 from data.sources import DataConfig
 from data.windows import Windows
+from model.checkpoint import resolve_run
 from model.load import load_model
 from training.config import from_dict
 from training.run_folder import read_config, read_status
@@ -91,7 +92,7 @@ class Found(NamedTuple):
     curves: Curves
     before: Measured
     after: Measured
-    formed: int | None  # the step at which the detector dates the sink
+    formed: int | None  # the step at which the detector dates the first sink
 
 
 def train(name: str, folder: Path, cache_dir: str, overrides: list[str]) -> Path:
@@ -104,6 +105,8 @@ def train(name: str, folder: Path, cache_dir: str, overrides: list[str]) -> Path
 
 def curves(run: Path) -> Curves:
     records = read_records(run, "probe")
+    if not records:
+        raise SystemExit(f"{run} has no probe records: train it with telemetry=default")
     steps, alpha = stack(records, "alpha_0")
     _, uniform = stack(records, "uniform/alpha_0")
     return Curves(steps, alpha, float(uniform.mean()))
@@ -281,7 +284,7 @@ def main() -> None:
                 f"sink formed at step {run.formed}; loss {run.after.loss:.4f}",
                 flush=True,
             )
-        shakespeare = curves(other.result() if other else options.shakespeare)
+        shakespeare = curves(other.result() if other else resolve_run(options.shakespeare))
     draw(options.figure, found, shakespeare)
 
     softmax = found["softmax"][0]

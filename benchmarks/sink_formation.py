@@ -217,15 +217,16 @@ def draw(path: Path, found: dict[str, list[Found]], shakespeare: Curves) -> None
         for axes, uniform in ((left, first.uniform), (right, shakespeare.uniform)):
             axes.axhline(LIMIT, color="#999999", linewidth=1)
             axes.axhline(uniform, color="#999999", linewidth=1)
-            end = axes.get_xlim()[1]
-            for height, word in ((LIMIT, "limit 0.3"), (uniform, "uniform")):
-                axes.text(end, height, word, color="#777777", fontsize=9, ha="right", va="bottom")
             axes.set_xlabel("optimizer step")
+        edge = right.get_xlim()[1]
+        grey: dict[str, Any] = {"color": "#777777", "fontsize": 9, "ha": "right", "va": "bottom"}
+        right.text(edge, LIMIT, "limit of the event, 0.3", **grey)
+        right.text(edge, shakespeare.uniform, "a head that looks everywhere", **grey)
         left.set_ylim(0, 1)
         left.set_ylabel("alpha_0: mean weight on the first token")
         left.set_title("Back-copy task, one head")
         right.set_title(f"Shakespeare, {shakespeare.alpha[0].size} heads")
-        left.legend(fontsize=9, loc="upper right")
+        left.legend(fontsize=9, loc="upper left")
         right.legend(fontsize=9, loc="upper right")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=100)

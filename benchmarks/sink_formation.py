@@ -282,7 +282,7 @@ def main() -> None:
             print(
                 f"{variant}, seed {seed}: alpha_0 {run.curves.alpha[0].max():.3f} at first, "
                 f"{run.curves.alpha[-1].max():.3f} at last, at most {run.curves.alpha.max():.3f}; "
-                f"sink formed at step {run.formed}; loss {run.after.loss:.4f}",
+                f"sink formed at step {run.formed or '-'}; loss {run.after.loss:.4f}",
                 flush=True,
             )
         shakespeare = curves(other.result() if other else resolve_run(options.shakespeare))

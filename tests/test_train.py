@@ -35,6 +35,8 @@ TINY = [
     "train.eval_windows=4",
     "train.samples=1",
     "train.sample_tokens=5",
+    "telemetry.probe_windows=4",
+    "telemetry.report=false",
     "tracker=none",
     "name=tiny",
 ]
@@ -65,21 +67,23 @@ def command(folder: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_a_run_leaves_a_folder_that_tells_the_whole_story(tmp_path):
-    code, out, err = command(tmp_path, "data.path=text.txt", *TINY)
+    code, out, err = command(tmp_path, "data.path=text.txt", *TINY, "telemetry.report=true")
     assert code == 0, err
     run = Path((tmp_path / "runs" / "latest").read_text().strip())
     assert run.is_relative_to(tmp_path)
     assert out.splitlines()[-1] == f"run folder {run}"
     assert "--- sample 1 ---" in out
     expected = {"config.yaml", "tokenizer.json", "metrics.jsonl", "log.txt", "status"}
-    expected |= {"checkpoints", "plots"}
+    expected |= {"checkpoints", "plots", "attention", "report.html"}
     assert {path.name for path in run.iterdir()} == expected
     assert (run / "log.txt").read_text() == out  # what was said, all of it
     assert {path.name for path in (run / "plots").iterdir()} >= {"loss.png"}
     assert read_status(run) == "done"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     keys = {key for row in rows for key in row}
-    assert keys == {
+    of_heads = {key for key in keys if key.startswith(("train/attn/", "probe/"))}
+    assert {"train/attn/entropy_norm/mean", "probe/attn/alpha0_max"} <= of_heads
+    assert keys - of_heads == {
         "step",
         "train/loss",
         "train/lr",
@@ -279,7 +283,8 @@ def test_a_run_with_a_visible_prefix_ends_with_samples(tmp_path, mode, capsys):
     run = runs.run(tmp_path, **options)
     assert "--- sample 1 ---" in capsys.readouterr().out
     # 16 positions a window less the targets at 0 to 2, which stand in the prefix.
-    assert runs.rows(run)[-2]["train/tokens"] == 6 * 4 * 13
+    (last,) = (row for row in runs.rows(run) if row["step"] == 6 and "train/tokens" in row)
+    assert last["train/tokens"] == 6 * 4 * 13
 
 
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path):

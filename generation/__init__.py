@@ -1,0 +1,1 @@
+"""What `sample.py` is made of: its command line, its prompts, what it prints."""

@@ -1,0 +1,82 @@
+"""A run made ready to generate from: what every way of using `sample.py` begins with."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.tokenizers import Tokenizer
+from model.checkpoint import Checkpoint, is_checkpoint, resolve_run
+from model.decoder import Decoder
+from model.generate import Generator
+from model.load import check_tokenizer, load_model
+from model.sampling import SamplingOptions
+from training.devices import resolve_device, resolve_dtype
+
+SMALL_MODEL = 20_000_000  # parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A model, its tokenizer, and where they came from."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+    device: torch.device
+
+    def generator(self, args: argparse.Namespace, **changes: Any) -> Generator:
+        """Make the generator that the command line asks for."""
+        options: dict[str, Any] = {
+            "use_cache": not args.no_cache,
+            "at_limit": args.at_limit,
+            "vocab_size": self.tokenizer.vocab_size,
+        }
+        return Generator(self.model, **options | changes)
+
+
+def open_run(args: argparse.Namespace) -> Session:
+    """Load what `--run` and `--checkpoint` name; ValueError or OSError in one line if it fails."""
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, device)
+    if is_checkpoint(Path(args.run)) and args.checkpoint is not None:
+        raise ValueError(f"--run {args.run} names a checkpoint already: leave out --checkpoint")
+    which = "best" if args.checkpoint is None else args.checkpoint
+    model, checkpoint = load_model(args.run, which=which, device=device, dtype=dtype)
+    use_one_core_if_small(model)
+    tokenizer = load_tokenizer(resolve_run(args.run), checkpoint)
+    return Session(model=model, tokenizer=tokenizer, checkpoint=checkpoint, device=device)
+
+
+def load_tokenizer(run: Path, checkpoint: Checkpoint) -> Tokenizer:
+    """Load the run's tokenizer; refuse another one than the model was trained with."""
+    tokenizer = Tokenizer.load(run / "tokenizer.json")
+    check_tokenizer(checkpoint, tokenizer.sha256)
+    return tokenizer
+
+
+def use_one_core_if_small(model: Decoder) -> None:
+    """Compute a small model on one core, unless OMP_NUM_THREADS says otherwise.
+
+    One token is too little work to share out, and cores that wait for each other on a busy
+    machine make it far slower.
+    """
+    is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL
+    if is_small and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def sampling_options(args: argparse.Namespace) -> SamplingOptions:
+    """How tokens are drawn; ValueError in one line for values out of range."""
+    return SamplingOptions(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+    )

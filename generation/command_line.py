@@ -11,6 +11,7 @@ from typing import NoReturn
 from generation.printing import say
 
 BAD_INPUT = 2
+COMPILING_PAYS = 10_000  # new tokens
 
 EXAMPLES = r"""
 examples:
@@ -71,6 +72,19 @@ def build_parser() -> Parser:
     )
     add("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
     add("--dtype", default="auto", help="auto (default), fp32, bf16 or fp16")
+    add(
+        "--compile",
+        default="auto",
+        choices=("auto", "true", "false"),
+        help="compile the step that produces a token: some tens of seconds, once, then faster; "
+        f"auto (default): where at least {COMPILING_PAYS:,} new tokens are asked for",
+    )
+    add(
+        "--weights",
+        default="full",
+        choices=("full", "int8"),
+        help="full (default), or int8: linear layers in 8 bits, on a CPU, not exact",
+    )
     add("--no-cache", action="store_true", help="read the whole context for every token (slow)")
 
     group = parser.add_argument_group("the prompt (default: the beginning of a document)")

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from data.tokenizers import Tokenizer
+from generation.command_line import COMPILING_PAYS
+from generation.printing import say
 from model.checkpoint import Checkpoint, is_checkpoint, resolve_run
 from model.decoder import Decoder
 from model.generate import Generator
 from model.load import check_tokenizer, load_model
 from model.sampling import SamplingOptions
-from training.devices import resolve_device, resolve_dtype
+from training.devices import probe_compiler, resolve_device, resolve_dtype
 
 SMALL_MODEL = 20_000_000  # parameters
 
@@ -36,6 +38,8 @@ class Session:
             "use_cache": not args.no_cache,
             "at_limit": args.at_limit,
             "vocab_size": self.tokenizer.vocab_size,
+            "compiled": compiles(args, self.device),
+            "weights": args.weights,
         }
         return Generator(self.model, **options | changes)
 
@@ -69,6 +73,21 @@ def use_one_core_if_small(model: Decoder) -> None:
     is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL
     if is_small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+
+
+def compiles(args: argparse.Namespace, device: torch.device) -> bool:
+    """Whether to compile; ValueError in one line where it is asked for and does not work."""
+    if args.compile == "false":
+        return False
+    if args.compile == "auto" and (args.no_cache or args.max_new_tokens < COMPILING_PAYS):
+        return False
+    problem = probe_compiler(device)
+    if problem is None:
+        return True
+    if args.compile == "true":
+        raise ValueError(f"--compile true, but compiling fails here: {problem}")
+    say(f"compiling fails here ({problem}): generating without")
+    return False
 
 
 def sampling_options(args: argparse.Namespace) -> SamplingOptions:

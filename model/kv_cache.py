@@ -57,6 +57,7 @@ class FullCache:
     """
 
     lengths: Tensor | None = None
+    begin = 0  # attention reads the places begin .. end
 
     def __init__(
         self,
@@ -74,8 +75,8 @@ class FullCache:
         shape = (config.n_layer, 2, batch, config.kv_heads, self.capacity, config.head_size)
         self._memory = torch.empty(shape, device=device, dtype=dtype)
         # One tensor per layer, taken apart here and not once per token.
-        self._keys = [layer[0] for layer in self._memory]  # (B, Hkv, capacity, D) each
-        self._values = [layer[1] for layer in self._memory]
+        self.keys = [layer[0] for layer in self._memory]  # (B, Hkv, capacity, D) each
+        self.values = [layer[1] for layer in self._memory]
         positions = torch.arange(self.capacity, device=device)
         self._positions = positions.expand(batch, -1)  # (B, capacity)
         self._start = 0  # first of the places reserved last
@@ -84,6 +85,11 @@ class FullCache:
     def nbytes(self) -> int:
         """Memory of keys and values in bytes, used or not."""
         return self._memory.nbytes
+
+    @property
+    def end(self) -> int:
+        """One past the place of the newest token."""
+        return self.length
 
     def extend(self, n: int) -> Tensor:
         """Reserve the next n places; return their positions, (B, n)."""
@@ -100,7 +106,7 @@ class FullCache:
         """Store k and v (B, Hkv, n, D); return all so far, (B, Hkv, S, D), as views."""
         assert k.shape[0] == self.batch
         assert k.shape[2] == self.length - self._start
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values = self.keys[layer], self.values[layer]
         keys[:, :, self._start : self.length] = k
         values[:, :, self._start : self.length] = v
         return keys[:, :, : self.length], values[:, :, : self.length]

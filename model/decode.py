@@ -1,0 +1,211 @@
+"""One new token per sequence, as fast as the machine reads the weights.
+
+Reading a prompt is arithmetic; producing a token is memory traffic, because every weight is read
+to be used once per sequence. What helps is here, and none of it changes what is computed:
+
+- `DecodeStep` compiles the model's own forward pass for this case. Places in the cache come in as
+  sizes, so that one compilation serves every length.
+- `RowLinear` writes the product of a matrix and a single vector as a sum, which the compiler fuses
+  with what surrounds it; the library's product for one row stays well below the memory's speed.
+- `Int8Linear` stores a matrix in a quarter of the bytes. It is the one that is not exact.
+
+Modules are replaced in a copy of the model that shares its parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.decoder import Decoder
+
+WEIGHTS = ("full", "int8")
+INT8_LARGEST = 127
+
+
+class Memory(Protocol):
+    """A cache that a compiled step can drive: attention reads places begin .. end of it."""
+
+    capacity: int
+    lengths: Tensor | None
+
+    @property
+    def keys(self) -> list[Tensor]:
+        """Keys of every layer, (B, Hkv, places, D)."""
+
+    @property
+    def values(self) -> list[Tensor]:
+        """Values of every layer, (B, Hkv, places, D)."""
+
+    @property
+    def begin(self) -> int:
+        """The first place that attention reads."""
+
+    @property
+    def end(self) -> int:
+        """One past the last place that attention reads: where the newest token is."""
+
+    def extend(self, n: int) -> Tensor:
+        """Reserve the next n places; return their positions, (B, n)."""
+
+
+class DecodeStep:
+    """Logits (B, V) of the token after `tokens` (B, 1), which continue what a cache holds.
+
+    Args:
+        model: the decoder. Its parameters are shared, so that a change of them is seen here.
+        compiled: compile the step. The first call then takes as long as that takes.
+        weights: "full", or "int8": linear layers in 8 bits, made once from the weights as they are.
+
+    Raises ValueError in one line for weights that this device cannot multiply.
+    """
+
+    def __init__(self, model: Decoder, *, compiled: bool = False, weights: str = "full"):
+        device = model.embed.weight.device
+        check_weights(weights, device)
+        self.compiled = compiled
+        self.model = model
+        if weights == "int8":
+            self.model = with_linear_layers(model, Int8Linear)
+        elif compiled and device.type == "cpu":
+            self.model = with_linear_layers(model, RowLinear)
+        # Nothing is compiled before the first call, but the compiler takes seconds to load.
+        self._compiled = torch.compile(self._eager) if compiled else self._eager
+
+    def __call__(self, tokens: Tensor, cache: Memory) -> Tensor:
+        """Read one token per sequence, (B, 1), and return the logits that follow, (B, V)."""
+        if not self.compiled:
+            return self.model(tokens, cache=cache, only_last=True).logits[:, -1]
+        cache.extend(1)
+        places = _sizes(cache.begin, cache.end - cache.begin, tokens.device)
+        forward = self._compiled
+        if cache.end == cache.keys[0].shape[2]:
+            forward = self._eager  # a view of the whole memory is a case the compiler keeps apart
+        else:
+            torch._dynamo.maybe_mark_dynamic(places, 0)
+            torch._dynamo.mark_dynamic(places, 1)
+        return forward(tokens, cache.keys, cache.values, places)
+
+    def _eager(
+        self, tokens: Tensor, keys: list[Tensor], values: list[Tensor], places: Tensor
+    ) -> Tensor:
+        cache = _Places(keys, values, *_from_sizes(places))
+        return self.model(tokens, cache=cache, only_last=True).logits[:, -1]
+
+
+def check_weights(weights: str, device: torch.device) -> None:
+    """Raise ValueError, one line, for a kind of weights that is unknown or not for this device."""
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights={weights!r} is not one of {', '.join(WEIGHTS)}")
+    if weights == "int8" and device.type != "cpu":
+        raise ValueError(f"weights=int8 are multiplied on a CPU only, the model is on {device}")
+
+
+class _Places:
+    """A cache for one step: the new token goes to place `end - 1`, attention reads begin .. end."""
+
+    lengths: Tensor | None = None
+    nbytes = 0
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor], begin: int, end: int):
+        self._keys = keys
+        self._values = values
+        self._begin = begin
+        self._end = end
+        self.capacity = keys[0].shape[2]
+        self.length = end - 1
+
+    def extend(self, n: int) -> Tensor:
+        """Return the position of the new token, (B, 1)."""
+        position = torch.arange(self._end - 1, self._end, device=self._keys[0].device)
+        return position[None].expand(self._keys[0].shape[0], -1)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new token's keys and values, and return all that are in view."""
+        keys, values = self._keys[layer], self._values[layer]
+        keys.narrow(2, self._end - 1, 1).copy_(k)
+        values.narrow(2, self._end - 1, 1).copy_(v)
+        length = self._end - self._begin
+        return keys.narrow(2, self._begin, length), values.narrow(2, self._begin, length)
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+
+# The compiler takes the sizes of a tensor as symbols, numbers it would take as constants and
+# compile anew for. Sizes of 0 and 1 are constants to it as well, hence the offset.
+_OFFSET = 2
+
+
+def _sizes(begin: int, length: int, device: torch.device) -> Tensor:
+    return torch.empty(1, 1, device=device).expand(begin + _OFFSET, length + _OFFSET)
+
+
+def _from_sizes(places: Tensor) -> tuple[int, int]:
+    begin = places.shape[0] - _OFFSET
+    return begin, begin + places.shape[1] - _OFFSET
+
+
+# --- Linear layers ------------------------------------------------------------------------------
+
+
+def with_linear_layers(model: Decoder, make: Callable[[nn.Linear], nn.Module]) -> Decoder:
+    """Copy a model, sharing its parameters, with every linear layer replaced by `make(layer)`."""
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    twin = copy.deepcopy(model, memo=shared)
+    for module in list(twin.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, make(child))
+    return twin
+
+
+class RowLinear(nn.Module):
+    """x Wᵀ + b, made for inputs of a single row and a compiler that fuses the sum."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., N)."""
+        is_row = x.numel() == x.shape[-1]
+        if not is_row or not torch.compiler.is_compiling():
+            return F.linear(x, self.weight, self.bias)
+        y = (x.unsqueeze(-2) * self.weight).sum(-1)
+        return y if self.bias is None else y + self.bias
+
+
+class Int8Linear(nn.Module):
+    """x Wᵀ + b with W in 8 bits, one scale per row of W; x is rounded to bfloat16.
+
+    The scale makes the largest weight of a row 127, so that a weight is off by at most half a
+    scale.
+    """
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / INT8_LARGEST
+        # The scale is used in bfloat16, so the weights are rounded against it as it is there.
+        scale = scale.to(torch.bfloat16)
+        steps = (weight / scale.float()[:, None]).round().clamp(-INT8_LARGEST, INT8_LARGEST)
+        self.register_buffer("weight", steps.to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., N)."""
+        rows = x.flatten(0, -2).to(torch.bfloat16)
+        y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale).to(x.dtype)
+        y = y.view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias

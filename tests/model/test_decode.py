@@ -1,0 +1,181 @@
+"""The step that produces a token: compiled equals eager, one compilation, 8 bits within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from model.config import ModelConfig
+from model.decode import DecodeStep, Int8Linear, RowLinear, with_linear_layers
+from model.decoder import Decoder
+from model.generate import Generator
+from model.kv_cache import FullCache
+from model.sampling import SamplingOptions
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # on loading the compiler
+
+BASE = ModelConfig(vocab_size=31, context_length=16, n_layer=1, n_head=4, n_kv_head=2, n_embd=32)
+CONFIGS = {
+    "grouped": BASE,
+    "multi-head": replace(BASE, n_kv_head=None, norm="layernorm", mlp="gelu", bias=True),
+    "alibi": replace(BASE, position="alibi"),
+    "learned": replace(BASE, position="learned", tie_embeddings=False),
+    "sinusoidal": replace(BASE, position="sinusoidal"),
+    "no positions": replace(BASE, position="none", softcap=5.0),
+    "window": replace(BASE, windows=[5], window_sinks=2),
+    "yarn": replace(BASE, rope_scaling="yarn", rope_scaling_factor=2.0, qk_norm=True),
+    "sink logit": replace(BASE, sink_logit="learned", output_gate=True),
+    "prefix": replace(BASE, mask="prefix", prefix=3),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.compiler.reset()  # every test has its own count of compilations
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.set_num_threads(before)
+
+
+def build(config: ModelConfig) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(replace(config, init_std=0.3)).eval()
+
+
+def compilations() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@torch.inference_mode()
+def check_compiled_equals_eager(config: ModelConfig) -> None:
+    """Every length from the shortest prompt to the last place, against one uncached pass."""
+    model = build(config)
+    tokens = torch.randint(config.vocab_size, (1, config.context_length))
+    expected = model(tokens).logits
+    step = DecodeStep(model, compiled=True)
+    for read in (max(config.prefix, 1), 7):
+        cache = FullCache(config)
+        model(tokens[:, :read], cache=cache)
+        for place in range(read, config.context_length):
+            logits = step(tokens[:, place : place + 1], cache)
+            torch.testing.assert_close(logits, expected[:, place], rtol=0, atol=1e-4)
+    assert compilations() == 1
+
+
+def test_one_compilation_serves_every_length_and_equals_the_uncached_pass():
+    check_compiled_equals_eager(CONFIGS["grouped"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_compiled_step_equals_the_uncached_pass_for(config):
+    check_compiled_equals_eager(config)
+
+
+def test_a_compiled_generator_slides_as_the_eager_one_does_and_compiles_once():
+    model = build(BASE)
+    options = SamplingOptions(temperature=0, repetition_penalty=3.0)
+    fast = Generator(model, at_limit="slide", compiled=True)
+    slow = Generator(model, at_limit="slide", use_cache=False)
+    for prompt in ([1, 2, 3], [4, 5, 6, 7, 8]):
+        request = {"max_new_tokens": 40, "options": options}
+        expected = slow.generate(prompt, **request).run().tokens
+        assert fast.generate(prompt, **request).run().tokens == expected
+    assert compilations() == 1
+
+
+def test_compiling_needs_the_cache():
+    with pytest.raises(ValueError, match="use_cache=False"):
+        Generator(build(BASE), use_cache=False, compiled=True)
+
+
+def test_the_copy_shares_its_parameters_with_the_model():
+    model = build(BASE)
+    twin = with_linear_layers(model, RowLinear)
+    theirs = dict(twin.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert theirs[name] is parameter
+    assert not any(isinstance(module, nn.Linear) for module in twin.modules())
+    assert any(isinstance(module, nn.Linear) for module in model.modules())
+
+
+# --- 8 bits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("out", "width"), [(1, 8), (7, 32), (33, 100)])
+def test_a_weight_of_8_bits_is_off_by_at_most_half_a_step(out, width):
+    torch.manual_seed(0)
+    linear = nn.Linear(width, out, bias=False)
+    with torch.no_grad():
+        linear.weight[0] *= 1e-3
+        linear.weight[-1] *= 1e3
+    packed = Int8Linear(linear)
+    back = packed.weight.double() * packed.scale.double()[:, None]
+    error = (back - linear.weight.double()).abs()
+    assert (error <= packed.scale.double()[:, None] / 2 * (1 + 1e-6)).all()
+    # One scale per row: a large row does not spoil a small one.
+    assert packed.scale[0] < 1.02 * linear.weight[0].abs().max() / 127
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 1)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_of_8_bits_multiplies_by_its_rounded_weights(shape, bias):
+    torch.manual_seed(1)
+    linear = nn.Linear(32, 48, bias=bias)
+    packed = Int8Linear(linear)
+    x = torch.randn(*shape, 32)
+    weight = packed.weight.double() * packed.scale.double()[:, None]
+    rounded = x.bfloat16().double()
+    expected = rounded @ weight.T
+    # The product adds in float32 or better and rounds its result to bfloat16.
+    bound = expected.abs() * 2**-8 + (rounded.abs() @ weight.abs().T) * 2**-16
+    with torch.inference_mode():
+        y = packed(x)
+    if bias:
+        expected = expected + linear.bias.double()
+        bound = bound + 1e-5
+    assert y.dtype == torch.float32
+    assert ((y.double() - expected).abs() <= bound).all()
+
+
+def test_a_row_of_zeros_stays_zero():
+    linear = nn.Linear(8, 4, bias=False)
+    with torch.no_grad():
+        linear.weight[2] = 0
+    with torch.inference_mode():
+        y = Int8Linear(linear)(torch.randn(1, 8))
+    assert y[0, 2] == 0
+    assert y.isfinite().all()
+
+
+def test_a_model_in_8_bits_says_nearly_the_same_and_is_used_for_prompts_too():
+    model = build(replace(BASE, init_std=0.02))
+    tokens = torch.randint(31, (1, 12))
+    step = DecodeStep(model, weights="int8")
+    with torch.inference_mode():
+        exact = model(tokens).logits
+        near = step.model(tokens).logits
+        cache = FullCache(model.config)
+        step.model(tokens[:, :-1], cache=cache)
+        last = step(tokens[:, -1:], cache)
+    assert 0 < (near - exact).abs().max() < 0.05 * exact.abs().max()
+    torch.testing.assert_close(last, near[:, -1], rtol=0.02, atol=0.02 * near.abs().max().item())
+    generated = Generator(model, weights="int8").generate([1, 2, 3], max_new_tokens=5).run()
+    assert len(generated.tokens[0]) == 5
+
+
+@pytest.mark.parametrize("weights", ["int4", "full "])
+def test_unknown_weights_are_refused(weights):
+    with pytest.raises(ValueError, match="is not one of full, int8"):
+        Generator(build(BASE), weights=weights)
+
+
+def test_8_bits_on_another_device_are_refused():
+    with pytest.raises(ValueError, match="on a CPU only, the model is on meta"):
+        DecodeStep(build(BASE).to("meta"), weights="int8")

@@ -104,7 +104,7 @@ class NanoGPT:
         model.py.
         """
         saved = torch.load(self.folder / OUTPUT / "ckpt.pt", weights_only=True)
-        source = _load_module(self.folder / "model.py")
+        source = load_module(self.folder / "model.py")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
             model = source.GPT(source.GPTConfig(**saved["model_args"]))
         model.load_state_dict(saved["model"])
@@ -125,7 +125,7 @@ def whole_split_loss(model: torch.nn.Module, text: Prepared) -> float:
     return nats / targets.numel()
 
 
-def _load_module(path: Path) -> Any:
+def load_module(path: Path) -> Any:
     """Import a file under a name of its own: our package is called `model` too."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
     assert spec is not None

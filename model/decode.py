@@ -23,16 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.decoder import Decoder
+from model.kv_cache import KVCache
 
 WEIGHTS = ("full", "int8")
 INT8_LARGEST = 127
 
 
-class Memory(Protocol):
+class Memory(KVCache, Protocol):
     """A cache that a compiled step can drive: attention reads places begin .. end of it."""
-
-    capacity: int
-    lengths: Tensor | None
 
     @property
     def keys(self) -> list[Tensor]:
@@ -50,9 +48,6 @@ class Memory(Protocol):
     def end(self) -> int:
         """One past the last place that attention reads: where the newest token is."""
 
-    def extend(self, n: int) -> Tensor:
-        """Reserve the next n places; return their positions, (B, n)."""
-
 
 class DecodeStep:
     """Logits (B, V) of the token after `tokens` (B, 1), which continue what a cache holds.
@@ -61,11 +56,21 @@ class DecodeStep:
         model: the decoder. Its parameters are shared, so that a change of them is seen here.
         compiled: compile the step. The first call then takes as long as that takes.
         weights: "full", or "int8": linear layers in 8 bits, made once from the weights as they are.
+        fixed_shapes: let attention read the whole memory, with the lengths beside it, so that no
+            shape ever changes: what CUDA graphs need. None: compiled on CUDA. A cache that moves
+            through its memory is read by changing views all the same.
 
     Raises ValueError in one line for weights that this device cannot multiply.
     """
 
-    def __init__(self, model: Decoder, *, compiled: bool = False, weights: str = "full"):
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        compiled: bool = False,
+        weights: str = "full",
+        fixed_shapes: bool | None = None,
+    ):
         device = model.embed.weight.device
         check_weights(weights, device)
         self.compiled = compiled
@@ -74,27 +79,43 @@ class DecodeStep:
             self.model = with_linear_layers(model, Int8Linear)
         elif compiled and device.type == "cpu":
             self.model = with_linear_layers(model, RowLinear)
-        # Nothing is compiled before the first call, but the compiler takes seconds to load.
-        self._compiled = torch.compile(self._eager) if compiled else self._eager
+        on_cuda = device.type == "cuda"
+        self.fixed_shapes = compiled and (on_cuda if fixed_shapes is None else fixed_shapes)
+        if compiled:  # nothing is compiled before the first call, but to load the compiler is slow
+            self._views_compiled = torch.compile(self._views)
+            mode = "reduce-overhead" if on_cuda else None  # CUDA graphs
+            self._whole_compiled = torch.compile(self._whole, mode=mode)
 
     def __call__(self, tokens: Tensor, cache: Memory) -> Tensor:
         """Read one token per sequence, (B, 1), and return the logits that follow, (B, V)."""
         if not self.compiled:
-            return self.model(tokens, cache=cache, only_last=True).logits[:, -1]
+            return self._logits(tokens, cache)
         cache.extend(1)
+        if self.fixed_shapes and cache.begin == 0:
+            lengths = torch.full((len(tokens),), cache.end, device=tokens.device, dtype=torch.int32)
+            for memory in (*cache.keys, *cache.values):
+                torch._dynamo.mark_static_address(memory)
+            torch.compiler.cudagraph_mark_step_begin()
+            return self._whole_compiled(tokens, cache.keys, cache.values, lengths)
         places = _sizes(cache.begin, cache.end - cache.begin, tokens.device)
-        forward = self._compiled
         if cache.end == cache.keys[0].shape[2]:
-            forward = self._eager  # a view of the whole memory is a case the compiler keeps apart
-        else:
-            torch._dynamo.maybe_mark_dynamic(places, 0)
-            torch._dynamo.mark_dynamic(places, 1)
-        return forward(tokens, cache.keys, cache.values, places)
+            # A view of the whole memory is a case that the compiler keeps apart.
+            return self._views(tokens, cache.keys, cache.values, places)
+        torch._dynamo.maybe_mark_dynamic(places, 0)
+        torch._dynamo.mark_dynamic(places, 1)
+        return self._views_compiled(tokens, cache.keys, cache.values, places)
 
-    def _eager(
+    def _views(
         self, tokens: Tensor, keys: list[Tensor], values: list[Tensor], places: Tensor
     ) -> Tensor:
-        cache = _Places(keys, values, *_from_sizes(places))
+        return self._logits(tokens, _Views(keys, values, *_from_sizes(places)))
+
+    def _whole(
+        self, tokens: Tensor, keys: list[Tensor], values: list[Tensor], lengths: Tensor
+    ) -> Tensor:
+        return self._logits(tokens, _Whole(keys, values, lengths))
+
+    def _logits(self, tokens: Tensor, cache: KVCache) -> Tensor:
         return self.model(tokens, cache=cache, only_last=True).logits[:, -1]
 
 
@@ -106,7 +127,7 @@ def check_weights(weights: str, device: torch.device) -> None:
         raise ValueError(f"weights=int8 are multiplied on a CPU only, the model is on {device}")
 
 
-class _Places:
+class _Views:
     """A cache for one step: the new token goes to place `end - 1`, attention reads begin .. end."""
 
     lengths: Tensor | None = None
@@ -132,6 +153,32 @@ class _Places:
         values.narrow(2, self._end - 1, 1).copy_(v)
         length = self._end - self._begin
         return keys.narrow(2, self._begin, length), values.narrow(2, self._begin, length)
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+
+class _Whole:
+    """A cache for one step that is read whole; `lengths` (B,), all equal, count the new token."""
+
+    nbytes = 0
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor], lengths: Tensor):
+        self._keys = keys
+        self._values = values
+        self._place = lengths[:1].long() - 1
+        self.lengths = lengths
+        self.capacity = keys[0].shape[2]
+        self.length = self.capacity - 1  # as far as anyone knows who may not read `lengths`
+
+    def extend(self, n: int) -> Tensor:
+        """Return the position of the new token, (B, 1)."""
+        return self._place[None].expand(self._keys[0].shape[0], -1)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new token's keys and values, and return all there are."""
+        keys, values = self._keys[layer], self._values[layer]
+        return keys.index_copy_(2, self._place, k), values.index_copy_(2, self._place, v)
 
     def reset(self) -> None:
         """There is nothing to forget."""

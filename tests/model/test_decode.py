@@ -53,19 +53,19 @@ def compilations() -> int:
 
 
 @torch.inference_mode()
-def check_compiled_equals_eager(config: ModelConfig) -> None:
+def check_compiled_equals_eager(config: ModelConfig, fixed_shapes=False, expected=1) -> None:
     """Every length from the shortest prompt to the last place, against one uncached pass."""
     model = build(config)
     tokens = torch.randint(config.vocab_size, (1, config.context_length))
-    expected = model(tokens).logits
-    step = DecodeStep(model, compiled=True)
+    uncached = model(tokens).logits
+    step = DecodeStep(model, compiled=True, fixed_shapes=fixed_shapes)
     for read in (max(config.prefix, 1), 7):
         cache = FullCache(config)
         model(tokens[:, :read], cache=cache)
         for place in range(read, config.context_length):
             logits = step(tokens[:, place : place + 1], cache)
-            torch.testing.assert_close(logits, expected[:, place], rtol=0, atol=1e-4)
-    assert compilations() == 1
+            torch.testing.assert_close(logits, uncached[:, place], rtol=0, atol=1e-4)
+    assert compilations() == expected
 
 
 def test_one_compilation_serves_every_length_and_equals_the_uncached_pass():
@@ -73,9 +73,17 @@ def test_one_compilation_serves_every_length_and_equals_the_uncached_pass():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fixed_shapes", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_compiled_step_equals_the_uncached_pass_for(config):
-    check_compiled_equals_eager(config)
+def test_the_compiled_step_equals_the_uncached_pass_for(config, fixed_shapes):
+    check_compiled_equals_eager(config, fixed_shapes)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_fixed_shapes_mean_the_same_as_views(config, monkeypatch):
+    """The same functions as above, run as they are: what a GPU compiles is checked here too."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    check_compiled_equals_eager(config, fixed_shapes=True, expected=0)
 
 
 def test_a_compiled_generator_slides_as_the_eager_one_does_and_compiles_once():

@@ -2,11 +2,17 @@
 
 The decoder only knows the protocol: `extend` once per forward pass, `append` once per layer. It
 never asks which cache it holds, so another one (a moving window, quantised, in pages) is another
-class here and no change elsewhere. Keys are stored as attention uses them, RoPE applied.
+class in a file of its own and no change elsewhere. Keys are stored as attention uses them, RoPE
+applied. A cache that lives on what attention did is an `Observer` besides.
+
+`FullCache` and `StreamingCache` also show their memory, so that a compiled step can write into it:
+`keys` and `values`, one (B, Hkv, slots, D) per layer, of which attention reads begin .. end - 1
+after `extend`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -50,6 +56,17 @@ class KVCache(Protocol):
         """Forget everything; the memory is kept."""
 
 
+class Observer(ABC):
+    """A cache that wants to know, after each layer's attention, what weight every key received.
+
+    To measure it costs a second pass over queries and keys; other caches cost nothing.
+    """
+
+    @abstractmethod
+    def observe(self, layer: int, received: Tensor) -> None:
+        """Take the weight on each key that `append` returned last, (B, H, S), summed over rows."""
+
+
 class FullCache:
     """Every key and value, in memory allocated once; attention reads views of it.
 
@@ -57,7 +74,7 @@ class FullCache:
     """
 
     lengths: Tensor | None = None
-    begin = 0  # attention reads the places begin .. end
+    begin = 0  # first slot that attention reads
 
     def __init__(
         self,
@@ -82,14 +99,14 @@ class FullCache:
         self._start = 0  # first of the places reserved last
 
     @property
-    def nbytes(self) -> int:
-        """Memory of keys and values in bytes, used or not."""
-        return self._memory.nbytes
+    def end(self) -> int:
+        """One past the last slot that attention reads."""
+        return self.length
 
     @property
-    def end(self) -> int:
-        """One past the place of the newest token."""
-        return self.length
+    def nbytes(self) -> int:
+        """n_layer · 2 · batch · n_kv_head · capacity · head_dim · bytes of the type."""
+        return self._memory.nbytes
 
     def extend(self, n: int) -> Tensor:
         """Reserve the next n places; return their positions, (B, n)."""

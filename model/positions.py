@@ -70,10 +70,14 @@ class Rotation(NamedTuple):
 
 
 class RotaryTable(FixedTable):
-    """Rotations of positions 0 .. context_length - 1, computed in float64, rounded once."""
+    """Rotations of the first 2 · context_length positions, computed in float64, rounded once.
+
+    A text has context_length positions. The rest are for a cache whose window moves on: only the
+    distances in it matter, and they stay below context_length (`model/streaming_cache.py`).
+    """
 
     def __init__(self, config: ModelConfig):
-        super().__init__(partial(rotary_table, config))
+        super().__init__(partial(rotary_table, config, 2 * config.context_length))
 
     def at(self, positions: Tensor | None, length: int) -> Rotation:
         """The rotations of `positions` (B, T), or of 0 .. length - 1 where None."""
@@ -82,7 +86,7 @@ class RotaryTable(FixedTable):
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn queries or keys (B, T, H, D) to their positions.
+    """Turn queries or keys (B, T, H, D), or any (..., D) with a rotation that fits.
 
     Channel d is paired with channel d + D/2 (the convention of Llama in Hugging Face
     transformers). Computed in at least float32, returned in x's type.
@@ -103,14 +107,28 @@ def rotate_pair(q: Tensor, k: Tensor, rotation: Rotation, backend: str) -> tuple
     return rotate(q, rotation), rotate(k, rotation)
 
 
-def rotary_table(config: ModelConfig) -> Tensor:
-    """Cosines and signed sines of every position: (context_length, 2, D) float32 on the CPU."""
-    frequencies, attention_factor = rope_frequencies(config)
-    positions = torch.arange(config.context_length, dtype=torch.float64, device="cpu")
-    angles = torch.outer(positions, frequencies)  # (context_length, D/2)
+def rotary_table(config: ModelConfig, length: int) -> Tensor:
+    """Cosines and signed sines of positions 0 .. length - 1: (length, 2, D) float32 on the CPU."""
+    _, attention_factor = rope_frequencies(config)
+    return (_turns(config, length) * attention_factor).float()
+
+
+def shift_table(config: ModelConfig, length: int) -> Tensor:
+    """What turns a rotated key on by 0 .. length - 1 positions: (length, 2, D) float32 on the CPU.
+
+    Pure rotations: YaRN's attention factor is in the key already.
+    """
+    return _turns(config, length).float()
+
+
+def _turns(config: ModelConfig, length: int) -> Tensor:
+    """Cosines and signed sines of positions 0 .. length - 1: (length, 2, D) float64 on the CPU."""
+    frequencies, _ = rope_frequencies(config)
+    positions = torch.arange(length, dtype=torch.float64, device="cpu")
+    angles = torch.outer(positions, frequencies)  # (length, D/2)
     cos = angles.cos().repeat(1, 2)
     sin = torch.cat([-angles.sin(), angles.sin()], dim=-1)
-    return (torch.stack([cos, sin], dim=1) * attention_factor).float()
+    return torch.stack([cos, sin], dim=1)
 
 
 def rotation_matrix(config: ModelConfig, offset: int) -> Tensor:

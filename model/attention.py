@@ -7,19 +7,20 @@ W_Q W_Kᵀ says which keys a query prefers and W_V W_O what is written when it l
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kernels.attention import AttentionOutput, AttentionSpec, Stats, attention
+from kernels.attention import AttentionOutput, AttentionSpec, Stats, attention, column_mass
 from model.config import ModelConfig
 from model.norms import RMSNorm
 from model.positions import FixedTable, Rotation, alibi_slopes, rotate_pair, rotation_matrix
 
 if TYPE_CHECKING:
-    from model.kv_cache import KVCache
+    from model.kv_cache import KVCache, Observer
 
 
 class Shared(NamedTuple):
@@ -28,6 +29,7 @@ class Shared(NamedTuple):
     rotation: Rotation | None = None
     documents: Tensor | None = None  # (B, T) integer ids
     cache: KVCache | None = None
+    observer: Observer | None = None  # the cache, if it wants to know what its keys received
 
 
 class Attention(nn.Module):
@@ -64,16 +66,23 @@ class Attention(nn.Module):
         if shared.cache is not None:
             k, v = shared.cache.append(self.layer, k, v)  # (B, Hkv, S, D)
             lengths = shared.cache.lengths
+        if shared.observer is not None:
+            stats = replace(stats or Stats(), lse=True)
+        spec = self.spec(shared.documents)
         result = attention(
             q,
             k,
             v,
-            self.spec(shared.documents),
+            spec,
             kv_lengths=lengths,
             stats=stats,
             precision=self.precision,
             backend=self.backend,
         )
+        if shared.observer is not None:
+            assert result.lse is not None
+            received = column_mass(q, k, result.lse, spec, kv_lengths=lengths, backend=self.backend)
+            shared.observer.observe(self.layer, received)
         heads = result.out.transpose(1, 2).flatten(2)  # (B, T, H * D)
         if self.gate_proj is not None:
             # One gate per head and channel, from the layer's input, before the output projection:

@@ -7,7 +7,7 @@ have to tell comes back as values, so nothing is recorded on the side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from kernels.attention import AttentionOutput, Stats
 from model.attention import Shared
 from model.blocks import Block
 from model.config import ModelConfig
+from model.kv_cache import KVCache, Observer
 from model.norms import make_norm
 from model.positions import (
     RotaryTable,
@@ -25,9 +26,6 @@ from model.positions import (
     position_embedding,
     rows,
 )
-
-if TYPE_CHECKING:
-    from model.kv_cache import KVCache
 
 IGNORE = -100  # a target with this id does not count
 REDUCTIONS = ("mean", "sum", "none")
@@ -122,7 +120,7 @@ class Decoder(nn.Module):
         x = self.dropout(x)
 
         rotation = None if self.rope is None else self.rope.at(positions, length)
-        shared = Shared(rotation, documents, cache)
+        shared = Shared(rotation, documents, cache, cache if isinstance(cache, Observer) else None)
         attention = []
         for layer, block in enumerate(self.blocks):
             x, result = block(x, shared, stats if layer in chosen else None)

@@ -6,8 +6,10 @@ for every token, which is slow, obviously right, and what the cached path is tes
 
 A model sees at most `context_length` tokens. What happens at that limit is chosen before the
 first token: "stop" ends the text, "slide" drops the older half of what the model sees and reads
-the rest again, "error" refuses a request that would get there. The last token produced is never
-read, so a context of L tokens gives up to L - P + 1 new ones after a prompt of P.
+the rest again, "error" refuses a request that would get there. "stream" never ends and reads no
+token twice: the model goes on to see the first few tokens and the last ones
+(`model/streaming_cache.py`). The last token produced is never read, so a context of L tokens gives
+up to L - P + 1 new ones after a prompt of P.
 """
 
 from __future__ import annotations
@@ -19,13 +21,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.caches import (
+    CacheOptions,
+    LogitError,
+    SampleCache,
+    check_cache,
+    compute_dtype,
+    logit_error,
+    make_cache,
+)
 from model.config import ModelConfig
 from model.decode import DecodeStep
 from model.decoder import Decoder
-from model.kv_cache import FullCache
 from model.sampling import SamplingOptions, choose, keep_first
 
-AT_LIMIT = ("stop", "slide", "error")
+AT_LIMIT = ("stop", "slide", "error", "stream")
 
 
 @dataclass(slots=True)
@@ -69,6 +79,8 @@ class Generator:
         model: the decoder.
         use_cache: keep keys and values (fast) or read the context anew for each token.
         at_limit: what happens at the context length, one of AT_LIMIT.
+        cache: how keys and values are kept, and how many first tokens `stream` keeps (None: all
+            as they are, and 4).
         prefill_chunk: read prompts in pieces of this many tokens, which bounds memory (None: in
             one). With mask=prefix the first piece always holds the whole prefix.
         vocab_size: how many ids the tokenizer knows; higher ones, which pad the model's
@@ -86,6 +98,7 @@ class Generator:
         *,
         use_cache: bool = True,
         at_limit: str = "stop",
+        cache: CacheOptions | None = None,
         prefill_chunk: int | None = None,
         vocab_size: int | None = None,
         compiled: bool = False,
@@ -112,9 +125,15 @@ class Generator:
                 f"at_limit=slide goes on with {_kept(config) + 1} tokens, fewer than "
                 f"model.prefix={config.prefix}"
             )
+        cache = cache or CacheOptions()
+        if not use_cache and (at_limit == "stream" or not cache.is_exact):
+            wanted = "at_limit=stream" if at_limit == "stream" else f"cache={cache.kind}"
+            raise ValueError(f"{wanted} does not go without a cache")
+        check_cache(config, cache, stream=at_limit == "stream")
         self.model = model
         self.use_cache = use_cache
         self.at_limit = at_limit
+        self.cache = cache
         self.prefill_chunk = prefill_chunk
         self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
         self.step = DecodeStep(model, compiled=compiled, weights=weights)
@@ -145,6 +164,24 @@ class Generator:
         options = options or SamplingOptions()
         return Generation(context, options, generators, max_new_tokens, eos_id, report)
 
+    def cache_error(self, tokens: Sequence[int]) -> LogitError | None:
+        """How much the cache changes the logits of this text; None for a cache that changes none.
+
+        Measured on its last tokens, at most 64 of them, and on no more than fit the context.
+        """
+        visible = tokens[-self.model.config.context_length :]
+        if self.cache.is_exact or len(visible) <= max(self.model.config.prefix, 1):
+            return None
+        weight = self.model.embed.weight
+        cache = make_cache(
+            self.model.config,
+            self.cache,
+            capacity=len(visible),
+            device=weight.device,
+            dtype=compute_dtype(weight),
+        )
+        return logit_error(self.model, cache, torch.tensor([visible], device=weight.device))
+
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         config = self.model.config
         if not len(prompt):
@@ -158,10 +195,11 @@ class Generator:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, fewer than model.prefix={config.prefix}"
             )
-        if len(prompt) > config.context_length and self.at_limit != "slide":
+        if len(prompt) > config.context_length and self.at_limit not in ("slide", "stream"):
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, the context holds {config.context_length}; "
-                "shorten the prompt, or choose at_limit=slide to go on from its end"
+                "shorten the prompt, or choose at_limit=slide to go on from its end (stream: from "
+                "its beginning and its end)"
             )
 
     def _check_request(
@@ -235,6 +273,11 @@ class Generation:
             self.report.decoded_tokens += len(step)
         return step
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the keys and values of all samples; 0 before the first token, or uncached."""
+        return self._context.cache_bytes
+
     def run(self) -> Generation:
         """Produce everything that is left."""
         for _ in self:
@@ -289,17 +332,19 @@ class _Context:
         self._config = config = generator.model.config
         self._samples = samples
         self._slides = generator.at_limit == "slide"
+        self._cache_options = generator.cache
         self._known_ids = generator.vocab_size
         self._chunk = max(generator.prefill_chunk or config.context_length, config.prefix)
-        self._cache: FullCache | None = None
+        self._cache: SampleCache | None = None
 
         weight = generator.model.embed.weight
-        self._dtype = _compute_dtype(weight)
+        self._dtype = compute_dtype(weight)
         needed = len(prompt) + max_new_tokens - 1  # the last token is never read
+        self._streams = generator.at_limit == "stream" and needed > config.context_length
         if self._slides or generator.step.compiled:  # one size of memory, compiled for once
             needed = config.context_length
         self._capacity = min(needed, config.context_length)
-        visible = prompt[-_visible(len(prompt), config) :]
+        visible = self._visible_part(prompt)
         self._tokens = torch.zeros(samples, self._capacity, dtype=torch.int64, device=weight.device)
         self._tokens[:, : len(visible)] = torch.tensor(visible)
         self._length = len(visible)
@@ -308,7 +353,13 @@ class _Context:
     @property
     def at_end(self) -> bool:
         """Whether no further token can be read."""
-        return self._length == self._config.context_length and not self._slides
+        goes_on = self._slides or self._streams
+        return self._length == self._config.context_length and not goes_on
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the keys and values, 0 without a cache."""
+        return 0 if self._cache is None else self._cache.nbytes
 
     def seen(self) -> Tensor:
         """Mark the ids that occur in the context, (B, V)."""
@@ -319,10 +370,21 @@ class _Context:
         """Logits (B, V) of the token after `latest` (B,), or after the prompt if None."""
         if latest is None:
             logits = self._read_prompt()
+        elif self._streams and self._cache is not None:  # which alone knows what is visible
+            logits = self._last_logits(latest[:, None], self._cache)
         else:
             self._append(latest)
             logits = self._read()
         return keep_first(logits, self._known_ids)
+
+    def _visible_part(self, prompt: list[int]) -> list[int]:
+        """The part of the prompt that the model reads, as one text."""
+        if not self._streams:
+            return prompt[-_visible(len(prompt), self._config) :]
+        if len(prompt) <= self._capacity:
+            return prompt
+        sinks = self._cache_options.sinks
+        return prompt[:sinks] + prompt[len(prompt) - self._capacity + sinks :]
 
     def _append(self, tokens: Tensor) -> None:
         if self._length == self._config.context_length:
@@ -345,7 +407,7 @@ class _Context:
         self._cache = self._new_cache(self._samples, self._capacity)
         if self._samples == 1:
             return self._fill(self._cache, prompt)
-        single = self._new_cache(1, self._length)
+        single = self._new_cache(1, self._capacity if self._streams else self._length)
         logits = self._fill(single, prompt)
         self._cache.copy_from(single)
         return logits.expand(self._samples, -1)
@@ -357,33 +419,28 @@ class _Context:
             self._last_logits(visible) if self._cache is None else self._fill(self._cache, visible)
         )
 
-    def _fill(self, cache: FullCache, tokens: Tensor) -> Tensor:
+    def _fill(self, cache: SampleCache, tokens: Tensor) -> Tensor:
         """Read the tokens that `cache` lacks, a chunk at a time; logits (B, V) after the last."""
         for start in range(cache.length, tokens.shape[1], self._chunk):
             logits = self._last_logits(tokens[:, start : start + self._chunk], cache)
         return logits
 
-    def _last_logits(self, tokens: Tensor, cache: FullCache | None = None) -> Tensor:
+    def _last_logits(self, tokens: Tensor, cache: SampleCache | None = None) -> Tensor:
         if cache is not None and tokens.shape[1] == 1:
             return self._step(tokens, cache)
         logits = self._forward(tokens, cache=cache, only_last=True).logits  # (B, 1, V)
         return logits[:, -1]
 
-    def _new_cache(self, batch: int, capacity: int) -> FullCache:
-        return FullCache(
+    def _new_cache(self, batch: int, capacity: int) -> SampleCache:
+        return make_cache(
             self._config,
+            self._cache_options,
             batch=batch,
             capacity=capacity,
+            stream=self._streams,
             device=self._tokens.device,
             dtype=self._dtype,
         )
-
-
-def _compute_dtype(weight: Tensor) -> torch.dtype:
-    """Return the type that keys and values come in: the weights', or autocast's."""
-    if torch.is_autocast_enabled(weight.device.type):
-        return torch.get_autocast_dtype(weight.device.type)
-    return weight.dtype
 
 
 def _kept(config: ModelConfig) -> int:

@@ -60,7 +60,7 @@ def build(config: ModelConfig, seed: int = 0) -> Decoder:
 def run(model: Decoder, prompt: list[int], n: int = 15, **options) -> Generation:
     settings = {
         name: options.pop(name)
-        for name in ("use_cache", "at_limit", "prefill_chunk", "vocab_size")
+        for name in ("use_cache", "at_limit", "cache", "prefill_chunk", "vocab_size")
         if name in options
     }
     options = {"options": GREEDY} | options

@@ -1,0 +1,176 @@
+"""The 8-bit cache: what is stored where, how far off it may be, and how many bytes it takes."""
+
+import pytest
+import torch
+
+from model.caches import logit_error
+from model.kv_cache import FullCache
+from model.quantised_cache import Int8Cache, quantise
+from tests.model.tiny import OPTIONS, tiny_config, tiny_model, tiny_tokens
+
+CONFIG = tiny_config(n_layer=2)  # 2 key/value heads of 8 channels, context 32
+CAUSAL = [name for name, changes in OPTIONS.items() if changes.get("mask") != "bidirectional"]
+
+
+def kv(n: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Keys with one channel far from zero, and values with one large token."""
+    k, v = torch.randn(2, batch, 2, n, 8, dtype=dtype)
+    k[..., 3] += 20
+    v[:, :, n // 2] *= 50
+    return [k, v]
+
+
+def filled(chunks: list[int], **options) -> tuple[Int8Cache, list[list[torch.Tensor]]]:
+    """A cache after these chunks, and the keys and values of each layer as they were given."""
+    cache = Int8Cache(CONFIG, batch=2, **options)
+    given: list[list[torch.Tensor]] = [[] for _ in range(CONFIG.n_layer)]
+    for n in chunks:
+        cache.extend(n)
+        for layer in range(CONFIG.n_layer):
+            new = kv(n, dtype=options.get("dtype", torch.float32))
+            old = given[layer]
+            given[layer] = (
+                new if not old else [torch.cat(pair, 2) for pair in zip(old, new, strict=True)]
+            )
+            cache.append(layer, *new)
+    return cache, given
+
+
+def half_steps(keys: torch.Tensor, values: torch.Tensor, sinks: int, group: int):
+    """Half a step of the scale for every element, element by element and in plain loops."""
+    bounds = torch.zeros_like(keys), torch.zeros_like(values)
+    whole = (keys.shape[2] - sinks) // group if keys.shape[2] > sinks else 0
+    for g in range(whole):
+        tokens = range(sinks + g * group, sinks + (g + 1) * group)
+        for b in range(keys.shape[0]):
+            for h in range(keys.shape[1]):
+                for d in range(keys.shape[3]):
+                    largest = max(abs(keys[b, h, t, d].item()) for t in tokens)
+                    for t in tokens:
+                        bounds[0][b, h, t, d] = largest / 127 / 2
+                for t in tokens:
+                    bounds[1][b, h, t] = values[b, h, t].abs().max().item() / 127 / 2
+    return bounds
+
+
+@pytest.mark.parametrize("chunks", [[23], [1] * 23, [2, 9, 12]])
+@pytest.mark.parametrize(("sinks", "group"), [(4, 6), (0, 5), (3, 2), (40, 4), (4, 32)])
+def test_every_element_is_off_by_half_a_step_at_most(chunks, sinks, group) -> None:
+    cache, given = filled(chunks, sinks=sinks, group=group)
+    cache.extend(1)
+    for layer, stored in enumerate(given):
+        new = kv(1)
+        read = cache.append(layer, *new)
+        for actual, old, newest, bound in zip(
+            read, stored, new, half_steps(*stored, sinks, group), strict=True
+        ):
+            assert actual.shape[2] == 24
+            assert actual[:, :, -1:].equal(newest)
+            off = (actual[:, :, :-1] - old).abs()
+            assert (off <= bound * (1 + 1e-4)).all()  # so 0 where it is stored as it is
+            if bound.any():  # and what should be in 8 bits is
+                assert (off / bound)[bound > 0].mean() > 0.2
+
+
+def test_scales_are_per_channel_for_keys_and_per_token_for_values() -> None:
+    """One large channel or token costs its neighbours nothing, and itself half a percent."""
+    cache, [[keys, values], _] = filled([26], sinks=2, group=8)
+    cache.extend(1)
+    read_keys, read_values = cache.append(0, *kv(1))
+    off = (read_keys[:, :, 2:26] - keys[:, :, 2:26]).abs()
+    assert off[..., 3].max() > 0.04  # around 20 of 127 steps to 24
+    assert off[..., [0, 1, 2, 4, 5, 6, 7]].max() < 0.02
+    off = (read_values[:, :, 2:26] - values[:, :, 2:26]).abs()
+    assert off[:, :, 11].max() > 0.1  # the token 13 is 50 times the others
+    assert off[:, :, [*range(11), *range(12, 24)]].max() < 0.02
+
+
+def test_a_chunk_sees_itself_as_it_is() -> None:
+    cache = Int8Cache(CONFIG, batch=2, group=4)
+    cache.extend(20)
+    k, v = kv(20)
+    keys, values = cache.append(0, k, v)
+    assert keys.equal(k)
+    assert values.equal(v)
+
+
+def test_zeros_and_tiny_numbers_stay_finite() -> None:
+    for x in (torch.zeros(2, 3), torch.full((2, 3), 1e-45), torch.full((2, 3), -3e38)):
+        integers, scale = quantise(x, -1)
+        back = integers * scale
+        assert back.isfinite().all()
+        torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-44)
+
+
+def test_bytes_are_those_of_integers_scales_and_full_precision() -> None:
+    layers, heads, D, sinks, group, groups = 2, 2, 8, 4, 6, 4
+    cache = Int8Cache(
+        CONFIG, batch=3, capacity=4 + 4 * 6 + 2, sinks=sinks, group=group, dtype=torch.bfloat16
+    )
+    integers = 2 * groups * group * D
+    scales = 4 * groups * (D + group)
+    full = 2 * 2 * (sinks + group) * D
+    assert cache.nbytes == layers * 3 * heads * (integers + scales + full)
+    config = tiny_config(context_length=1024, head_dim=64)
+    ratio = Int8Cache(config).nbytes / FullCache(config).nbytes
+    assert 0.25 < ratio < 0.35
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_keys_and_values_come_in_the_type_they_went(dtype: torch.dtype) -> None:
+    cache, _ = filled([30], group=8, dtype=dtype)
+    cache.extend(1)
+    assert all(x.dtype == dtype for x in cache.append(0, *kv(1, dtype=dtype)))
+
+
+def test_a_shorter_cache_holds_less_than_a_group() -> None:
+    cache, given = filled([3], capacity=4, sinks=4, group=32)
+    cache.extend(1)
+    assert cache.append(1, *kv(1))[0][:, :, :3].equal(given[1][0])
+    with pytest.raises(ValueError, match="holds 4 of at most 4 tokens; 1 more do not fit"):
+        cache.extend(1)
+
+
+def test_every_sequence_can_begin_with_the_content_of_one_and_be_reset() -> None:
+    model = tiny_model()
+    tokens = tiny_tokens(1, 32)
+    single = Int8Cache(model.config, capacity=21, sinks=2, group=8)
+    many = Int8Cache(model.config, batch=3, sinks=2, group=8)
+    with torch.no_grad():
+        model(tiny_tokens(3, 30, seed=5), cache=many)
+        many.reset()
+        model(tokens[:, :21], cache=single)
+        many.copy_from(single)
+        beside = [
+            model(token.expand(3, 1), cache=many).logits for token in tokens[:, 21:].split(1, 1)
+        ]
+        alone = Int8Cache(model.config, sinks=2, group=8)
+        model(tokens[:, :21], cache=alone)
+        for token, logits in zip(tokens[:, 21:].split(1, 1), beside, strict=True):
+            expected = model(token, cache=alone).logits.expand(3, -1, -1)
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("option", CAUSAL)
+def test_logits_stay_close_with_every_option(option: str) -> None:
+    model = tiny_model(**OPTIONS[option])
+    error = logit_error(model, Int8Cache(model.config, batch=2, group=4), tiny_tokens(2, 32))
+    scale = model(tiny_tokens(2, 32)).logits.std().item()
+    assert 0 < error.max_abs < 0.1 * scale
+    assert 0 < error.mean_kl < 1e-3
+
+
+def test_what_stays_in_full_precision_costs_nothing() -> None:
+    model = tiny_model()
+    for options in ({"sinks": 32}, {"sinks": 0, "group": 32}):
+        cache = Int8Cache(model.config, **options)
+        assert logit_error(model, cache, tiny_tokens(1, 32)).max_abs < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"sinks": -1}, "sinks=-1 must be at least 0"), ({"group": 0}, "group=0 must be at least 1")],
+)
+def test_options_that_cannot_work_are_one_line(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Int8Cache(CONFIG, **options)

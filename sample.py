@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from generation.command_line import BAD_INPUT, parse
-from generation.printing import print_samples, say, say_limit
+from generation.printing import print_samples, say, say_cache_error, say_limit
 from generation.prompts import encode_prompt, read_prompt
 
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C,
@@ -45,8 +45,10 @@ def sample(args: argparse.Namespace) -> None:
     prompt = read_prompt(args)
     session = open_run(args)
     tokenizer = session.tokenizer
-    generation = session.generator(args).generate(
-        encode_prompt(prompt, tokenizer),
+    generator = session.generator(args)
+    ids = encode_prompt(prompt, tokenizer)
+    generation = generator.generate(
+        ids,
         max_new_tokens=args.max_new_tokens,
         options=options,
         num_samples=args.num_samples,
@@ -56,7 +58,8 @@ def sample(args: argparse.Namespace) -> None:
     pieces = stream_text(generation, tokenizer.stream, args.stop)
     print_samples(prompt, pieces, args.num_samples)
     say(f"step {session.checkpoint.step} on {session.device}: {generation.report}")
-    say_limit(generation, session.model.config.context_length)
+    say_limit(generation, generator)
+    say_cache_error(generator, ids, generation)
 
 
 if __name__ == "__main__":

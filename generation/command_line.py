@@ -21,6 +21,8 @@ examples:
   python sample.py --num-samples 3 --seed 7 --top-k 20   three texts
   python sample.py --temperature 0 --checkpoint last     the likeliest text, newest checkpoint
   python sample.py --at-limit slide --max-new-tokens 5000
+  python sample.py --at-limit stream --max-new-tokens 100000   in constant memory
+  python sample.py --cache evicting --budget 64          forget what is not looked at
   python sample.py --prompt-file opening.txt > out.txt
   printf "KING" | python sample.py
 
@@ -107,9 +109,26 @@ def build_parser() -> Parser:
         "--at-limit",
         default="stop",
         metavar="WHAT",
-        help="at the context length: stop (default), slide (forget the older half) or error "
+        help="at the context length: stop (default), slide (forget the older half), stream (keep "
+        "the first tokens and the last ones; of a longer prompt these alone are read) or error "
         "(refuse beforehand)",
     )
+
+    add = parser.add_argument_group("what is remembered of tokens read").add_argument
+    add(
+        "--cache",
+        default="full",
+        metavar="KIND",
+        help="keys and values: full (default), int8 (in 8 bits) or evicting (the most looked at)",
+    )
+    add(
+        "--sinks",
+        type=int,
+        default=4,
+        metavar="K",
+        help="first tokens that stream and evicting never forget, and int8 keeps exactly (4)",
+    )
+    add("--budget", type=int, metavar="N", help="tokens that evicting keeps for each head")
 
     add = parser.add_argument_group("how tokens are drawn").add_argument
     add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest (0.8)")

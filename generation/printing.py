@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from model.generate import Generation
+    from model.generate import Generation, Generator
     from model.text_stream import Piece
 
 BETWEEN_SAMPLES = "---------------"
@@ -47,9 +47,22 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def say_limit(generation: Generation, context_length: int) -> None:
+def say_limit(generation: Generation, generator: Generator) -> None:
     """Say where the context length cut something off."""
+    context_length = generator.model.config.context_length
     if generation.report.prompt_tokens > context_length:
-        say(f"the prompt is longer than the context of {context_length}: only its end was read")
+        slides = generator.at_limit == "slide"
+        read = "its end was" if slides else "its beginning and its end were"
+        say(f"the prompt is longer than the context of {context_length}: only {read} read")
     if "context" in generation.ends:
-        say(f"ended at the context length of {context_length} tokens; --at-limit slide goes on")
+        say(
+            f"ended at the context length of {context_length} tokens; --at-limit slide goes on, "
+            f"and so does stream"
+        )
+
+
+def say_cache_error(generator: Generator, prompt: list[int], generation: Generation) -> None:
+    """Say how far an inexact cache was off on the first text; an exact one is not mentioned."""
+    error = generator.cache_error(prompt + generation.tokens[0])
+    if error is not None:
+        say(f"cache {generator.cache.kind}, {generation.cache_bytes:,} bytes: {error}")

@@ -13,6 +13,7 @@ import torch
 from data.tokenizers import Tokenizer
 from generation.command_line import COMPILING_PAYS
 from generation.printing import say
+from model.caches import CacheOptions
 from model.checkpoint import Checkpoint, is_checkpoint, resolve_run
 from model.decoder import Decoder
 from model.generate import Generator
@@ -37,6 +38,7 @@ class Session:
         options: dict[str, Any] = {
             "use_cache": not args.no_cache,
             "at_limit": args.at_limit,
+            "cache": CacheOptions(kind=args.cache, sinks=args.sinks, budget=args.budget),
             "vocab_size": self.tokenizer.vocab_size,
             "compiled": compiles(args, self.device),
             "weights": args.weights,

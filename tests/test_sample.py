@@ -171,6 +171,30 @@ def test_the_limit_of_the_context(sampled, refused) -> None:
     assert "has room for 3" in refused("--prompt", "a" * 30, "--at-limit", "error")
 
 
+def test_a_stream_goes_on_past_the_context(sampled, refused) -> None:
+    out, err = sampled("--prompt", "a" * 30, "--max-new-tokens", "99", "--at-limit", "stream")
+    assert len(out) == 30 + 99 + 1
+    assert "context" not in err
+    how = ["--at-limit", "stream", "--sinks", "2", "--max-new-tokens", "40", *GREEDY]
+    out, err = sampled("--prompt", "xyz: abc d" * 4, *how)
+    assert "longer than the context of 32: only its beginning and its end were read" in err
+    read = ("xyz: abc d" * 4)[:2] + ("xyz: abc d" * 4)[-30:]
+    assert sampled("--prompt", read, *how)[0][32:] == out[40:]
+    assert "sinks=32 must be" in refused("--at-limit", "stream", "--sinks", "32")
+
+
+def test_the_error_of_an_inexact_cache_is_printed(sampled, refused) -> None:
+    assert "logits off" not in sampled("--prompt", "abc")[1]
+    err = sampled("--prompt", "abc", "--cache", "int8", "--sinks", "0")[1]
+    assert "cache int8, " in err
+    assert "logits off by at most " in err
+    err = sampled("--prompt", "abc", "--cache", "evicting", "--budget", "8", "--sinks", "2")[1]
+    assert f"cache evicting, {2 * 8 * 2 * 8 * 4:,} bytes: logits off by at most " in err
+    assert "cache=evicting needs a budget" in refused("--cache", "evicting")
+    assert "did you mean 'int8'" in refused("--cache", "int4")
+    assert "not cache=int8" in refused("--cache", "int8", "--at-limit", "stream")
+
+
 def test_a_small_model_uses_one_core_unless_told_otherwise(sampled, monkeypatch) -> None:
     torch.set_num_threads(2)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

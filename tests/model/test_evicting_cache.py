@@ -118,7 +118,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("chunks", [[20, *[1] * 12], [3, 9, 1, 8, 1, 1], [1] * 24])
+@pytest.mark.parametrize("chunks", [[20, *[1] * 8], [3, 9, 1, 8, 1, 1]])
 def test_logits_and_survivors_are_those_of_the_slow_version(name: str, chunks: list[int]) -> None:
     check(CHANGES[name], chunks, budget=9, sinks=2, recent=3)
 
@@ -127,7 +127,7 @@ def test_logits_and_survivors_are_those_of_the_slow_version(name: str, chunks: l
     ("budget", "sinks", "recent"), [(1, 0, 1), (5, 4, 1), (6, 0, 2), (8, 2, 6), (31, 4, 2)]
 )
 def test_small_and_large_budgets(budget: int, sinks: int, recent: int) -> None:
-    check({}, [12, *[1] * 16], budget, sinks, recent)
+    check({}, [12, *[1] * 12], budget, sinks, recent)
 
 
 def test_heads_keep_different_tokens_but_all_the_sinks_and_the_latest() -> None:

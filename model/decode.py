@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,10 +86,16 @@ class DecodeStep:
             mode = "reduce-overhead" if on_cuda else None  # CUDA graphs
             self._whole_compiled = torch.compile(self._whole, mode=mode)
 
-    def __call__(self, tokens: Tensor, cache: Memory) -> Tensor:
-        """Read one token per sequence, (B, 1), and return the logits that follow, (B, V)."""
+    def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Read one token per sequence, (B, 1), and return the logits that follow, (B, V).
+
+        Compiled, the cache must be a `Memory`: a FullCache or a StreamingCache.
+        """
         if not self.compiled:
             return self._logits(tokens, cache)
+        return self._compiled_logits(tokens, cast(Memory, cache))
+
+    def _compiled_logits(self, tokens: Tensor, cache: Memory) -> Tensor:
         cache.extend(1)
         if self.fixed_shapes and cache.begin == 0:
             lengths = torch.full((len(tokens),), cache.end, device=tokens.device, dtype=torch.int32)

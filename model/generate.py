@@ -129,6 +129,8 @@ class Generator:
         if not use_cache and (at_limit == "stream" or not cache.is_exact):
             wanted = "at_limit=stream" if at_limit == "stream" else f"cache={cache.kind}"
             raise ValueError(f"{wanted} does not go without a cache")
+        if compiled and not cache.is_exact:
+            raise ValueError(f"compiled=True is for the full cache, not for cache={cache.kind}")
         check_cache(config, cache, stream=at_limit == "stream")
         self.model = model
         self.use_cache = use_cache

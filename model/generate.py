@@ -33,7 +33,15 @@ from model.caches import (
 from model.config import ModelConfig
 from model.decode import DecodeStep
 from model.decoder import Decoder
-from model.sampling import SamplingOptions, choose, keep_first
+from model.kv_cache import FullCache
+from model.sampling import (
+    Occurrences,
+    SamplingOptions,
+    TokenLogprob,
+    choose,
+    keep_first,
+    token_logprobs,
+)
 
 AT_LIMIT = ("stop", "slide", "error", "stream")
 
@@ -149,22 +157,43 @@ class Generator:
         num_samples: int = 1,
         seed: int = 0,
         eos_id: int | None = None,
+        logprobs: int | None = None,
     ) -> Generation:
         """Start `num_samples` independent continuations of one prompt.
 
         Sample i draws with the seed `seed + i` and nothing else, so it is the same whether it is
-        produced alone or beside others. `eos_id` ends a sample and is not part of it.
+        produced alone or beside others. `eos_id` ends a sample and is not part of it. `logprobs`
+        asks for the log-probability of each token and of that many likeliest in its place.
 
         Raises ValueError in one line, before the first token, for a request that cannot be met.
         """
-        self._check_prompt(prompt)
-        self._check_request(len(prompt), max_new_tokens, num_samples, seed)
+        options = options or SamplingOptions()
+        self.check(prompt, max_new_tokens, num_samples, seed)
+        self.check_choice(options, logprobs)
         device = self.model.embed.weight.device
         generators = [torch.Generator(device).manual_seed(seed + i) for i in range(num_samples)]
-        context = _Context(self, list(prompt), num_samples, max_new_tokens)
+        context = self.context(prompt, num_samples, max_new_tokens)
         report = Report(prompt_tokens=len(prompt))
-        options = options or SamplingOptions()
-        return Generation(context, options, generators, max_new_tokens, eos_id, report)
+        return Generation(context, options, generators, max_new_tokens, eos_id, report, logprobs)
+
+    def check(
+        self, prompt: Sequence[int], max_new_tokens: int, num_samples: int = 1, seed: int = 0
+    ) -> None:
+        """Raise ValueError in one line for a request that cannot be met."""
+        self._check_prompt(prompt)
+        self._check_request(len(prompt), max_new_tokens, num_samples, seed)
+
+    def check_choice(self, options: SamplingOptions, logprobs: int | None = None) -> None:
+        """Raise ValueError in one line for a bias or log-probabilities of ids there are not."""
+        options.check_ids(self.vocab_size)
+        if logprobs is not None and not 0 <= logprobs <= self.vocab_size:
+            raise ValueError(
+                f"logprobs={logprobs} must be from 0 to the number of ids, {self.vocab_size}"
+            )
+
+    def context(self, prompt: Sequence[int], rows: int, max_new_tokens: int) -> _Context:
+        """Prepare to read a prompt, checked before, and what `rows` continuations add to it."""
+        return _Context(self, list(prompt), rows, max_new_tokens)
 
     def cache_error(self, tokens: Sequence[int]) -> LogitError | None:
         """How much the cache changes the logits of this text; None for a cache that changes none.
@@ -228,7 +257,8 @@ class Generation:
 
     Each item is a list of (sample, token) for the samples that went on. `tokens` holds what each
     sample has produced, `ends` why it ended: "length" (max_new_tokens), "eos", "context" (the
-    limit, with at_limit=stop), "stopped" (by `stop`) or None while it goes on.
+    limit, with at_limit=stop), "stopped" (by `stop`) or None while it goes on. `logprobs` holds
+    one entry per token, where they were asked for.
     """
 
     def __init__(
@@ -239,8 +269,10 @@ class Generation:
         max_new_tokens: int,
         eos_id: int | None,
         report: Report,
+        logprobs: int | None = None,
     ):
         self.tokens: list[list[int]] = [[] for _ in generators]
+        self.logprobs: list[list[TokenLogprob]] = [[] for _ in generators]
         self.ends: list[str | None] = [None] * len(generators)
         self.report = report
         self._context = context
@@ -250,9 +282,8 @@ class Generation:
         self._eos_id = eos_id
         self._going = list(range(len(generators)))
         self._latest: Tensor | None = None  # (B,) tokens drawn but not read yet
-        self._seen: Tensor | None = None
-        if options.repetition_penalty != 1:
-            self._seen = context.seen()
+        self._occurrences = context.occurrences(options)
+        self._logprobs = logprobs
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return self
@@ -263,9 +294,15 @@ class Generation:
         started = time.perf_counter()
         is_prefill = self._latest is None
         with torch.inference_mode():
-            self._latest = self._draw(self._context.next_logits(self._latest))
+            logits = self._context.next_logits(self._latest)
+            self._latest = self._draw(logits)
         # Bringing the tokens to the host waits for the device, so the clock is honest there too.
-        step = self._record(self._latest.tolist())
+        drawn = self._latest.tolist()
+        step = self._record(drawn)
+        if self._logprobs is not None:
+            rows = token_logprobs(logits, drawn, self._logprobs)
+            for sample, _ in step:
+                self.logprobs[sample].append(rows[sample])
         seconds = time.perf_counter() - started
         self.report.produced_tokens += len(step)
         if is_prefill:
@@ -291,9 +328,9 @@ class Generation:
         self._end(sample, "stopped")
 
     def _draw(self, logits: Tensor) -> Tensor:
-        tokens = choose(logits, self._options, self._generators, self._seen)
-        if self._seen is not None:
-            self._seen.scatter_(1, tokens[:, None], True)
+        seen, counts = self._occurrences.seen, self._occurrences.counts
+        tokens = choose(logits, self._options, self._generators, seen, counts)
+        self._occurrences.record(tokens)
         return tokens
 
     def _record(self, drawn: Sequence[int]) -> list[tuple[int, int]]:
@@ -363,10 +400,16 @@ class _Context:
         """Memory of the keys and values, 0 without a cache."""
         return 0 if self._cache is None else self._cache.nbytes
 
-    def seen(self) -> Tensor:
-        """Mark the ids that occur in the context, (B, V)."""
-        seen = self._tokens.new_zeros((self._samples, self._config.vocab_size), dtype=torch.bool)
-        return seen.scatter_(1, self._tokens[:, : self._length], True)
+    def occurrences(self, options: SamplingOptions) -> Occurrences:
+        """Begin to note which tokens occur, as the penalties ask for it."""
+        return Occurrences(options, self._tokens[:, : self._length], self._config.vocab_size)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let row b go on from what row `rows[b]` holds; `rows` is (B,) int64."""
+        self._tokens[:, : self._length] = self._tokens[rows, : self._length]
+        if self._cache is not None:
+            assert isinstance(self._cache, FullCache)
+            self._cache.reorder(rows)
 
     def next_logits(self, latest: Tensor | None) -> Tensor:
         """Logits (B, V) of the token after `latest` (B,), or after the prompt if None."""

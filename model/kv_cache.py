@@ -138,3 +138,14 @@ class FullCache:
         assert other.length <= self.capacity
         self.length = self._start = other.length
         self._memory[..., : self.length, :] = other._memory[..., : self.length, :]
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let sequence b go on from what sequence `rows[b]` holds; `rows` is (B,) int64."""
+        assert rows.shape == (self.batch,)
+        for layer in self._memory:  # one at a time, since what is gathered is a copy
+            layer[:, :, :, : self.length] = layer[:, rows, :, : self.length]
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens of every sequence."""
+        assert 0 <= length <= self.length
+        self.length = self._start = length

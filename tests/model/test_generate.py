@@ -293,6 +293,64 @@ def test_a_sample_can_be_stopped_from_outside() -> None:
     assert generation.ends == ["stopped", "length"]
 
 
+# Log-probabilities, bias, penalties
+
+
+def test_log_probabilities_are_those_of_the_plain_model() -> None:
+    model, prompt = build(BASE), [3, 1, 4]
+    options = SamplingOptions(temperature=2.0, top_k=9, frequency_penalty=1.0, logit_bias={5: 2.0})
+    how = {"options": options, "num_samples": 2, "vocab_size": 29}
+    generation = run(model, prompt, 8, logprobs=3, **how)
+    for tokens, logprobs in zip(generation.tokens, generation.logprobs, strict=True):
+        logits = model(torch.tensor([prompt + tokens])).logits[0, 2:-1, :29]
+        expected = logits.log_softmax(-1)
+        assert len(logprobs) == len(tokens) == 8
+        for row, token, entry in zip(expected, tokens, logprobs, strict=True):
+            assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
+            assert [token for token, _ in entry.top] == row.topk(3).indices.tolist()
+    assert run(model, prompt, 8, **how).tokens == generation.tokens
+    assert run(model, prompt, 8, **how).logprobs == [[], []]
+
+
+def test_log_probabilities_end_with_the_text() -> None:
+    model = build(BASE)
+    tokens = run(model, [1, 2, 3]).tokens[0]
+    generation = run(model, [1, 2, 3], eos_id=tokens[4], logprobs=0)
+    assert len(generation.logprobs[0]) == len(generation.tokens[0]) == tokens.index(tokens[4])
+
+
+def test_with_every_option_a_sample_is_the_same_alone_or_beside_others() -> None:
+    model = build(BASE).double()
+    options = SamplingOptions(
+        top_k=20,
+        top_p=0.95,
+        min_p=0.001,
+        typical_p=0.9,
+        repetition_penalty=1.1,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias={3: 1.0, 4: -2.0},
+    )
+    together = run(model, [1, 2], 15, num_samples=3, seed=7, options=options, logprobs=2)
+    for i in range(3):
+        alone = run(model, [1, 2], 15, seed=7 + i, options=options, logprobs=2)
+        assert alone.tokens[0] == together.tokens[i]
+        for one, other in zip(alone.logprobs[0], together.logprobs[i], strict=True):
+            assert one.logprob == pytest.approx(other.logprob)
+
+
+def test_a_presence_penalty_leaves_the_prompt_alone_and_forbids_what_was_produced() -> None:
+    model = build(BASE)
+    first = run(model, [3, 1, 4], 1).tokens[0][0]
+    options = SamplingOptions(temperature=0, presence_penalty=1e4)
+    tokens = run(model, [3, 1, 4, first], 15, options=options).tokens[0]
+    assert len(set(tokens)) == 15
+    allowed = run(
+        model, [first], 15, options=SamplingOptions(temperature=0, logit_bias={first: 99})
+    )
+    assert set(allowed.tokens[0]) == {first}
+
+
 # Nothing leaks
 
 
@@ -366,6 +424,9 @@ def test_settings_that_cannot_work_are_one_line(settings: dict, message: str) ->
         ([1], {"num_samples": 0}, "num_samples=0 must be at least 1"),
         ([1], {"seed": -1}, "seed=-1 must be"),
         ([1], {"seed": 2**63}, "seed=9223372036854775808 must be"),
+        ([1], {"logprobs": -1}, "logprobs=-1 must be from 0 to the number of ids, 31"),
+        ([1], {"logprobs": 32}, "logprobs=32 must be"),
+        ([1], {"options": SamplingOptions(logit_bias={31: 1.0})}, "logit_bias names the id 31"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_one_line(prompt, options, message) -> None:

@@ -91,3 +91,33 @@ def test_every_sequence_can_begin_with_the_content_of_one() -> None:
         assert torch.equal(values[:, :, :2], v.expand(3, -1, -1, -1))
     keys[0].zero_()
     assert keys[1].any()
+
+
+def test_sequences_can_go_on_from_one_another() -> None:
+    cache = FullCache(CONFIG, batch=3)
+    cache.extend(4)
+    stored = [kv(3, 4) for _ in range(CONFIG.n_layer)]
+    for layer, (k, v) in enumerate(stored):
+        cache.append(layer, k, v)
+    rows = torch.tensor([2, 0, 2])
+    cache.reorder(rows)
+    cache.extend(1)
+    for layer, (k, v) in enumerate(stored):
+        new_k, new_v = kv(3, 1)
+        keys, values = cache.append(layer, new_k, new_v)
+        assert torch.equal(keys, torch.cat([k[rows], new_k], dim=2))
+        assert torch.equal(values, torch.cat([v[rows], new_v], dim=2))
+
+
+def test_going_back_forgets_the_last_tokens_only() -> None:
+    cache = FullCache(CONFIG, batch=2)
+    cache.extend(5)
+    k, v = kv(2, 5)
+    cache.append(1, k, v)
+    cache.truncate(3)
+    assert cache.length == 3
+    assert cache.extend(2).tolist() == [[3, 4]] * 2
+    new_k, new_v = kv(2, 2)
+    keys, values = cache.append(1, new_k, new_v)
+    assert torch.equal(keys, torch.cat([k[:, :, :3], new_k], dim=2))
+    assert torch.equal(values, torch.cat([v[:, :, :3], new_v], dim=2))

@@ -6,15 +6,21 @@ import pytest
 import torch
 
 from model.sampling import (
+    Occurrences,
     SamplingOptions,
+    add_bias,
     choose,
+    distribution,
     draw,
     keep_first,
     keep_min_p,
     keep_top_k,
     keep_top_p,
+    keep_typical,
+    penalise_counts,
     penalise_repetition,
     probabilities,
+    token_logprobs,
 )
 
 INF = float("inf")
@@ -37,7 +43,12 @@ def generators(*seeds: int) -> list[torch.Generator]:
 
 def test_what_a_filter_removes_is_minus_infinity_and_the_rest_is_unchanged() -> None:
     logits = torch.randn(3, 20)
-    for filtered in (keep_top_k(logits, 5), keep_top_p(logits, 0.5), keep_min_p(logits, 0.3)):
+    for filtered in (
+        keep_top_k(logits, 5),
+        keep_top_p(logits, 0.5),
+        keep_min_p(logits, 0.3),
+        keep_typical(logits, 0.5),
+    ):
         removed = filtered == -INF
         assert removed.any()
         assert torch.equal(filtered[~removed], logits[~removed])
@@ -77,6 +88,43 @@ def test_top_p_always_keeps_the_likeliest() -> None:
 @pytest.mark.parametrize(("p", "expected"), [(1.0, [2]), (0.59, [1, 2]), (0.2, [0, 1, 2])])
 def test_min_p_is_a_share_of_the_likeliest(p: float, expected: list[int]) -> None:
     assert kept(keep_min_p(logits_of(0.125, 0.3, 0.5, 0.075), p)) == expected
+
+
+def typical_by_definition(p: list[float], mass: float) -> set[int]:
+    """Tokens sorted by | -log p - H |, taken until their probabilities reach the mass."""
+    entropy = sum(-x * math.log(x) for x in p if x)
+    order = sorted((i for i in range(len(p)) if p[i]), key=lambda i: abs(-math.log(p[i]) - entropy))
+    kept: set[int] = set()
+    while sum(p[i] for i in kept) < mass and len(kept) < len(order):
+        kept.add(order[len(kept)])
+    return kept
+
+
+@pytest.mark.parametrize("mass", [1e-9, 0.2, 0.5, 0.83, 0.97, 0.999])
+def test_typical_keeps_the_tokens_whose_information_is_closest_to_the_entropy(mass: float) -> None:
+    for seed in range(20):
+        logits = 3 * torch.randn(1, 12, generator=generators(seed)[0], dtype=torch.float64)
+        logits[0, seed % 12] = -INF
+        expected = typical_by_definition(logits.softmax(-1)[0].tolist(), mass)
+        assert set(kept(keep_typical(logits, mass))) == expected
+
+
+def test_typical_can_rule_out_the_likeliest() -> None:
+    # Entropy 1.75 nats: a share of 0.1 carries 2.30, one of 0.4 only 0.92.
+    assert kept(keep_typical(logits_of(0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1), 0.25)) == [1, 2, 3]
+
+
+def test_penalties_of_counts_are_taken_off_once_and_each_time() -> None:
+    logits = torch.tensor([[1.0, 1.0, -1.0, -INF]])
+    counts = torch.tensor([[0.0, 1.0, 3.0, 2.0]])
+    assert penalise_counts(logits, counts, 0.5, 0.25).tolist() == [[1.0, 0.25, -2.25, -INF]]
+    assert penalise_counts(logits, counts, -0.5, 0.0).tolist() == [[1.0, 1.5, -0.5, -INF]]
+
+
+def test_a_bias_is_added_to_its_token_in_every_row() -> None:
+    logits = torch.tensor([[1.0, 2.0, -INF], [3.0, 4.0, 5.0]])
+    assert add_bias(logits, {2: 100.0, 0: -1.5}).tolist() == [[-0.5, 2.0, -INF], [1.5, 4.0, 105.0]]
+    assert logits[0, 0] == 1.0
 
 
 def test_ids_beyond_the_tokenizer_are_never_drawn() -> None:
@@ -141,6 +189,93 @@ def test_the_penalty_also_concerns_temperature_zero() -> None:
     assert choose(logits, options, generators(0), seen).tolist() == [1]
 
 
+def test_typical_counts_only_what_the_filters_before_it_left() -> None:
+    # Of all five the three smallest are the most typical; once they are gone they stay so.
+    logits = logits_of(0.4, 0.3, 0.1, 0.1, 0.1)
+    options = SamplingOptions(top_k=2, typical_p=0.5)
+    left = keep_typical(keep_top_k(logits, 2), 0.5)
+    assert (probabilities(logits, options) > 0).tolist() == (left > -INF).tolist()
+    assert kept(left) == [0]
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-6])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 0),
+        ({"presence_penalty": 2.0}, 1),
+        ({"frequency_penalty": 0.9}, 1),
+        ({"frequency_penalty": 0.4}, 0),
+        ({"logit_bias": {2: 3.0}}, 2),
+        ({"logit_bias": {0: -100}}, 1),
+        ({"repetition_penalty": 9.0, "presence_penalty": 1.0}, 2),
+    ],
+)
+def test_penalties_and_bias_concern_every_temperature(
+    temperature: float, options: dict, expected: int
+) -> None:
+    logits, asked = (
+        torch.tensor([[3.0, 2.0, 1.0]]),
+        SamplingOptions(temperature=temperature, **options),
+    )
+    occurred = Occurrences(asked, torch.tensor([[1]]), 3)  # 1 is of the prompt,
+    for _ in range(2):
+        occurred.record(torch.tensor([0]))  # 0 was produced, twice
+    tokens = choose(logits, asked, generators(0), occurred.seen, occurred.counts)
+    assert tokens.tolist() == [expected]
+    p = distribution(logits, asked, occurred.seen, occurred.counts)
+    assert p.argmax() == expected
+    assert p.max() == 1
+
+
+def test_occurrences_of_the_prompt_are_seen_and_not_counted() -> None:
+    options = SamplingOptions(repetition_penalty=2.0, frequency_penalty=1.0)
+    occurred = Occurrences(options, torch.tensor([[0, 0], [3, 1]]), 4)
+    occurred.record(torch.tensor([2, 1]))
+    before = occurred.copy()
+    occurred.record(torch.tensor([2, 0]))
+    assert before.seen is not None
+    assert before.counts is not None
+    assert before.seen.int().tolist() == [[1, 0, 1, 0], [0, 1, 0, 1]]
+    assert before.counts.tolist() == [[0, 0, 1, 0], [0, 1, 0, 0]]
+    assert occurred.counts is not None
+    assert occurred.counts.tolist() == [[0, 0, 2, 0], [1, 1, 0, 0]]
+
+
+def test_without_penalties_nothing_is_noted() -> None:
+    occurred = Occurrences(SamplingOptions(), torch.tensor([[1]]), 4)
+    occurred.record(torch.tensor([2]))
+    assert occurred.seen is None
+    assert occurred.counts is None
+
+
+def test_the_distribution_is_what_a_token_is_drawn_from() -> None:
+    logits = torch.randn(3, 9)
+    options = SamplingOptions(temperature=0.7, top_p=0.8)
+    assert torch.equal(distribution(logits, options), probabilities(logits, options))
+    greedy = distribution(logits, SamplingOptions(temperature=0))
+    assert torch.equal(greedy, torch.nn.functional.one_hot(logits.argmax(-1), 9).float())
+
+
+# Log-probabilities
+
+
+def test_log_probabilities_are_of_the_logits_as_they_come() -> None:
+    logits = keep_first(torch.randn(2, 6), 5)
+    expected = logits[:, :5].log_softmax(-1)
+    entries = token_logprobs(logits, [4, 0], 3)
+    for row, token, entry in zip(expected, [4, 0], entries, strict=True):
+        assert entry.logprob == pytest.approx(row[token].item())
+        assert [token for token, _ in entry.top] == row.topk(3).indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(row.topk(3).values.tolist())
+
+
+def test_log_probabilities_of_the_token_alone() -> None:
+    (entry,) = token_logprobs(torch.zeros(1, 4), [2], 0)
+    assert entry.top == ()
+    assert entry.logprob == pytest.approx(-math.log(4))
+
+
 # The draw
 
 
@@ -184,10 +319,29 @@ def test_the_global_random_state_is_left_alone() -> None:
         ({"top_p": float("nan")}, "top_p=nan"),
         ({"min_p": -0.1}, "min_p=-0.1 must be between 0"),
         ({"min_p": 1.5}, "min_p=1.5"),
+        ({"typical_p": 0.0}, "typical_p=0.0 must be above 0"),
+        ({"typical_p": float("nan")}, "typical_p=nan"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be"),
+        ({"presence_penalty": INF}, "presence_penalty=inf must be a finite number"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty=nan must be"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias names the id -1; ids begin with 0"),
+        ({"logit_bias": {3: 100.5}}, "logit_bias=100.5 of the id 3 must be from -100 to 100"),
+        ({"logit_bias": {3: -INF}}, "logit_bias=-inf of the id 3"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias=nan of the id 3"),
     ],
 )
 def test_a_value_out_of_range_is_one_line(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         SamplingOptions(**options)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
+
+
+def test_a_bias_of_an_id_that_the_model_lacks_is_one_line() -> None:
+    options = SamplingOptions(logit_bias={0: 1.0, 9: 1.0})
+    options.check_ids(10)
+    with pytest.raises(ValueError, match="logit_bias names the id 9, tokens have ids from 0 to 8"):
+        options.check_ids(9)
+
+
+def test_options_with_a_bias_can_be_a_key() -> None:
+    assert len({SamplingOptions(logit_bias={1: 2.0}), SamplingOptions(logit_bias={1: 2.0})}) == 1

@@ -10,7 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from generation.command_line import BAD_INPUT, parse
-from generation.printing import print_samples, say, say_cache_error, say_limit
+from generation.printing import (
+    print_samples,
+    say,
+    say_cache_error,
+    say_limit,
+    say_logprobs,
+)
 from generation.prompts import encode_prompt, read_prompt
 
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C,
@@ -38,28 +44,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def sample(args: argparse.Namespace) -> None:
     """Load the model, continue the prompt, print."""
     # Imported only once the command line has been read: PyTorch takes seconds.
+    from generation.methods import check_method, start
     from generation.session import open_run, sampling_options
+    from model.generate import Generation
     from model.text_stream import stream_text
 
     options = sampling_options(args)
+    check_method(args, options)
     prompt = read_prompt(args)
     session = open_run(args)
     tokenizer = session.tokenizer
     generator = session.generator(args)
     ids = encode_prompt(prompt, tokenizer)
-    generation = generator.generate(
-        ids,
-        max_new_tokens=args.max_new_tokens,
-        options=options,
-        num_samples=args.num_samples,
-        seed=args.seed,
-        eos_id=tokenizer.eos_id,
-    )
+    generation = start(generator, session, args, ids, options)
     pieces = stream_text(generation, tokenizer.stream, args.stop)
-    print_samples(prompt, pieces, args.num_samples)
+    print_samples(prompt, pieces, len(generation.ends))
+    if args.logprobs is not None:
+        say_logprobs(generation, tokenizer)
     say(f"step {session.checkpoint.step} on {session.device}: {generation.report}")
-    say_limit(generation, generator)
-    say_cache_error(generator, ids, generation)
+    say_limit(generation, generator, goes_on=isinstance(generation, Generation))
+    if isinstance(generation, Generation):
+        say_cache_error(generator, ids, generation)
 
 
 if __name__ == "__main__":

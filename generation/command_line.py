@@ -12,6 +12,7 @@ from generation.printing import say
 
 BAD_INPUT = 2
 COMPILING_PAYS = 10_000  # new tokens
+TEMPERATURE = 0.8
 
 EXAMPLES = r"""
 examples:
@@ -23,6 +24,8 @@ examples:
   python sample.py --at-limit slide --max-new-tokens 5000
   python sample.py --at-limit stream --max-new-tokens 100000   in constant memory
   python sample.py --cache evicting --budget 64          forget what is not looked at
+  python sample.py --draft runs/small --prompt "ROMEO:"  the same kind of text, sooner
+  python sample.py --beams 8 --max-new-tokens 40         the likeliest text that is found
   python sample.py --prompt-file opening.txt > out.txt
   printf "KING" | python sample.py
 
@@ -131,10 +134,17 @@ def build_parser() -> Parser:
     add("--budget", type=int, metavar="N", help="tokens that evicting keeps for each head")
 
     add = parser.add_argument_group("how tokens are drawn").add_argument
-    add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest (0.8)")
+    add(
+        "--temperature",
+        type=float,
+        default=TEMPERATURE,
+        metavar="T",
+        help=f"0: the likeliest ({TEMPERATURE})",
+    )
     add("--top-k", type=int, metavar="K", help="only the K likeliest tokens; 0: all (default)")
     add("--top-p", type=float, metavar="P", help="only the likeliest that reach the mass P")
     add("--min-p", type=float, metavar="P", help="only those above P times the likeliest")
+    add("--typical-p", type=float, metavar="P", help="only the most typical that reach the mass P")
     add(
         "--repetition-penalty",
         type=float,
@@ -143,13 +153,79 @@ def build_parser() -> Parser:
         help="above 1, tokens that occurred become less likely (1)",
     )
     add(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="taken off the logit of each token produced before (0)",
+    )
+    add(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="the same, as many times as the token was produced (0)",
+    )
+    add(
+        "--logit-bias",
+        type=id_and_bias,
+        action="append",
+        default=[],
+        metavar="ID=B",
+        help="add B, from -100 to 100, to the logit of a token (--logprobs shows ids); may be "
+        "given several times",
+    )
+    add(
         "--seed",
         type=int,
         default=0,
         metavar="N",
         help="text i is drawn with N + i, whatever its number of companions (0)",
     )
+    add(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="print after the texts, on standard error, the model's own probability of each token "
+        "and of the N likeliest in its place",
+    )
+    add_methods(parser)
     return parser
+
+
+def add_methods(parser: Parser) -> None:
+    """Describe the ways to decode other than one token at a time."""
+    group = parser.add_argument_group("other ways to decode (at most one)")
+    add = group.add_mutually_exclusive_group().add_argument
+    add(
+        "--draft",
+        metavar="RUN",
+        help="let the model of a smaller run with the same tokenizer draft tokens, which the model "
+        "accepts or corrects: sooner, and equally distributed",
+    )
+    add(
+        "--lookup",
+        type=int,
+        nargs="?",
+        const=3,
+        metavar="N",
+        help="the same, drafting what followed the last time that up to N tokens were said (3)",
+    )
+    add(
+        "--beams",
+        type=int,
+        metavar="N",
+        help="search for the likeliest text with N beams; --num-samples of the best are printed, "
+        "each up to its first stop text",
+    )
+    add = group.add_argument
+    add("--draft-tokens", type=int, metavar="K", help="draft up to K tokens at a time (5)")
+    add(
+        "--length-penalty",
+        type=float,
+        metavar="A",
+        help="compare beams by log-probability / length^A; 0 favours short ones (1)",
+    )
 
 
 def checkpoint_name(text: str) -> str | int:
@@ -160,6 +236,15 @@ def checkpoint_name(text: str) -> str | int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not best, last or a step") from None
+
+
+def id_and_bias(text: str) -> tuple[int, float]:
+    """Read `--logit-bias`."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=B, such as 17=-2.5") from None
 
 
 def stop_text(text: str) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from data.tokenizers import Tokenizer
     from model.generate import Generation, Generator
-    from model.text_stream import Piece
+    from model.text_stream import Piece, TokenStream
 
 BETWEEN_SAMPLES = "---------------"
 
@@ -47,7 +49,29 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def say_limit(generation: Generation, generator: Generator) -> None:
+def say_logprobs(generation: TokenStream, tokenizer: Tokenizer) -> None:
+    """Print a line for each token: how likely the model held it, and what it held likeliest."""
+    for sample, logprobs in enumerate(generation.logprobs):
+        if len(generation.logprobs) > 1:
+            say(f"--- text {sample} ---")
+        say("    log p       p      id  token       likeliest")
+        for token, (logprob, top) in zip(generation.tokens[sample], logprobs, strict=True):
+            likeliest = "  ".join(
+                f"{show_token(other, tokenizer)} {math.exp(value):.4f}" for other, value in top
+            )
+            say(
+                f"{logprob:9.4f}  {math.exp(logprob):.4f}  {token:6}  "
+                f"{show_token(token, tokenizer):<10}  {likeliest}".rstrip()
+            )
+
+
+def show_token(token: int, tokenizer: Tokenizer) -> str:
+    """Return the text of a token in quotes, or its number if it stands for none."""
+    raw = tokenizer.token_bytes[token]
+    return repr(raw.decode("utf-8", "backslashreplace")) if raw else f"<{token}>"
+
+
+def say_limit(generation: TokenStream, generator: Generator, *, goes_on: bool = True) -> None:
     """Say where the context length cut something off."""
     context_length = generator.model.config.context_length
     if generation.report.prompt_tokens > context_length:
@@ -55,10 +79,8 @@ def say_limit(generation: Generation, generator: Generator) -> None:
         read = "its end was" if slides else "its beginning and its end were"
         say(f"the prompt is longer than the context of {context_length}: only {read} read")
     if "context" in generation.ends:
-        say(
-            f"ended at the context length of {context_length} tokens; --at-limit slide goes on, "
-            f"and so does stream"
-        )
+        hint = "; --at-limit slide or stream goes on" if goes_on else ""
+        say(f"ended at the context length of {context_length} tokens{hint}")
 
 
 def say_cache_error(generator: Generator, prompt: list[int], generation: Generation) -> None:

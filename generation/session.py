@@ -81,7 +81,9 @@ def compiles(args: argparse.Namespace, device: torch.device) -> bool:
     """Whether to compile; ValueError in one line where it is asked for and does not work."""
     if args.compile == "false":
         return False
-    if args.compile == "auto" and (args.no_cache or args.max_new_tokens < COMPILING_PAYS):
+    takes_steps = args.beams is None and args.draft is None and args.lookup is None
+    can = takes_steps and args.cache == "full" and not args.no_cache
+    if args.compile == "auto" and (not can or args.max_new_tokens < COMPILING_PAYS):
         return False
     problem = probe_compiler(device)
     if problem is None:
@@ -99,5 +101,9 @@ def sampling_options(args: argparse.Namespace) -> SamplingOptions:
         top_k=args.top_k,
         top_p=args.top_p,
         min_p=args.min_p,
+        typical_p=args.typical_p,
         repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        logit_bias=dict(args.logit_bias) or None,
     )

@@ -96,8 +96,7 @@ def _check(generator: Generator, num_beams: int, length_penalty: float) -> None:
         raise ValueError(
             f"length_penalty={length_penalty} must be 0 (none) or a finite positive number"
         )
-    if generator.at_limit == "slide":
-        raise ValueError("at_limit=slide does not go with beam search; choose stop or error")
+    generator.check_goes_back("beam search")
 
 
 def _continue(going: Sequence[_Partial], logits: Tensor, width: int) -> list[_Partial]:

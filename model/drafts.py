@@ -43,7 +43,7 @@ class Reader:
     def __init__(self, generator: Generator, capacity: int):
         weight = generator.model.embed.weight
         self.config = config = generator.model.config
-        self._forward = generator.model.forward
+        self._forward = generator.step.model.forward
         self.known_ids = generator.vocab_size
         self.device = weight.device
         self._chunk = max(generator.prefill_chunk or config.context_length, config.prefix)

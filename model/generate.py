@@ -191,6 +191,15 @@ class Generator:
                 f"logprobs={logprobs} must be from 0 to the number of ids, {self.vocab_size}"
             )
 
+    def check_goes_back(self, what: str) -> None:
+        """Raise ValueError in one line if tokens once read may be gone when `what` needs them."""
+        if self.at_limit in ("slide", "stream"):
+            raise ValueError(f"at_limit={self.at_limit} does not go with {what}; choose stop")
+        if not self.cache.is_exact:
+            raise ValueError(f"cache={self.cache.kind} does not go with {what}; choose full")
+        if self.step.compiled:
+            raise ValueError(f"compiled=True does not go with {what}, which reads several tokens")
+
     def context(self, prompt: Sequence[int], rows: int, max_new_tokens: int) -> _Context:
         """Prepare to read a prompt, checked before, and what `rows` continuations add to it."""
         return _Context(self, list(prompt), rows, max_new_tokens)

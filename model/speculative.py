@@ -73,13 +73,12 @@ def speculate(
     arguments are those of `Generator.generate`.
 
     Raises ValueError in one line, before the first token, for a request that cannot be met; a
-    generator with at_limit=slide is refused, since what has slid out of a cache cannot come back.
+    generator that lets go of tokens is refused, since what has left a cache cannot come back.
     """
     options = options or SamplingOptions()
     if draft_tokens < 1:
         raise ValueError(f"draft_tokens={draft_tokens} must be at least 1")
-    if generator.at_limit == "slide":
-        raise ValueError("at_limit=slide does not go with speculative decoding; choose stop")
+    generator.check_goes_back("speculative decoding")
     generator.check(prompt, max_new_tokens, num_samples, seed)
     generator.check_choice(options, logprobs)
     capacity = len(prompt) + max_new_tokens - 1  # the last token is never read
@@ -104,6 +103,7 @@ def speculate(
 
 
 def _check_draft(draft: Generator, generator: Generator, prompt: Sequence[int]) -> None:
+    draft.check_goes_back("a draft model")
     if draft.vocab_size != generator.vocab_size:
         raise ValueError(
             f"the draft model knows {draft.vocab_size} ids, the model {generator.vocab_size}: they "

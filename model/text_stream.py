@@ -7,7 +7,34 @@ back, too, while it could be the beginning of a stop string, however the tokens 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from model.generate import Generation
+from model.generate import Report
+from model.sampling import TokenLogprob
+
+
+class TokenStream(Protocol):
+    """Samples that produce their tokens while one iterates, in whatever way they are decoded."""
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """What each sample has produced."""
+
+    @property
+    def logprobs(self) -> list[list[TokenLogprob]]:
+        """How likely these tokens were, where that was asked for."""
+
+    @property
+    def ends(self) -> list[str | None]:
+        """Why each sample ended, None while it goes on."""
+
+    @property
+    def report(self) -> Report:
+        """What it has cost so far."""
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Steps, each with (sample, token) of the samples that went on."""
+
+    def stop(self, sample: int) -> None:
+        """End one sample."""
 
 
 class StreamDecoder(Protocol):
@@ -29,7 +56,7 @@ class Piece(NamedTuple):
 
 
 def stream_text(
-    generation: Generation, new_decoder: Callable[[], StreamDecoder], stop: Sequence[str] = ()
+    generation: TokenStream, new_decoder: Callable[[], StreamDecoder], stop: Sequence[str] = ()
 ) -> Iterator[Piece]:
     """Run a generation; yield the text of its samples piece by piece, as soon as it is certain.
 
@@ -50,7 +77,7 @@ def stream_text(
 
 
 def collect_texts(
-    generation: Generation, new_decoder: Callable[[], StreamDecoder], stop: Sequence[str] = ()
+    generation: TokenStream, new_decoder: Callable[[], StreamDecoder], stop: Sequence[str] = ()
 ) -> list[str]:
     """Run a generation to its end and return the text of each sample."""
     texts = [""] * len(generation.ends)

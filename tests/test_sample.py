@@ -1,7 +1,9 @@
 """The command line: what goes to which stream, prompts from everywhere, errors in one line."""
 
 import io
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,7 +136,11 @@ def test_options_reach_the_draw(sampled) -> None:
     assert sampled(*hot)[0] != greedy
     for option in (["--top-k", "1"], ["--top-p", "1e-6"], ["--min-p", "1"]):
         assert sampled(*hot, *option)[0] == greedy
-    assert sampled(*GREEDY, "--prompt", "abc", "--repetition-penalty", "9")[0] != greedy
+    assert sampled(*hot, "--typical-p", "1e-6")[0] != sampled(*hot)[0]
+    for option in ("--repetition-penalty", "--presence-penalty", "--frequency-penalty"):
+        assert sampled(*GREEDY, "--prompt", "abc", option, "9")[0] != greedy
+    biased = sampled("--prompt", "abc", "--logit-bias", "3=-50", "--logit-bias", "4=99")[0]
+    assert len(set(biased[3:-1])) == 1
 
 
 def test_a_stop_text_ends_the_text_before_it(sampled) -> None:
@@ -143,6 +149,52 @@ def test_a_stop_text_ends_the_text_before_it(sampled) -> None:
     out, err = sampled("--prompt", "abc", "--temperature", "9", "--stop", "no!", "--stop", stop)
     assert out == whole[: whole.index(stop, 3)] + "\n"
     assert "produced 20" not in err
+
+
+def test_log_probabilities_are_a_table_on_standard_error(sampled) -> None:
+    out, err = sampled("--prompt", "abc", "--logprobs", "2", "--num-samples", "2")
+    assert out == sampled("--prompt", "abc", "--num-samples", "2")[0]
+    header, *lines = err.splitlines()[1:22]
+    assert err.startswith("--- text 0 ---\n")
+    assert header.split() == ["log", "p", "p", "id", "token", "likeliest"]
+    text = out.splitlines(keepends=True)
+    assert len(lines) == 20
+    log_p, p, token_id, rest = lines[0].split(maxsplit=3)
+    assert float(p) == pytest.approx(math.exp(float(log_p)), abs=1e-4)
+    assert rest.startswith(repr("".join(text)[3]))
+    assert int(token_id) >= 0
+
+
+@pytest.mark.parametrize("draft", [["--draft-tokens", "3", "--draft"], ["--lookup", "2"]])
+def test_drafts_change_no_greedy_text(sampled, run: Path, draft: list[str]) -> None:
+    if draft[-1] == "--draft":
+        draft = [*draft, str(run / "checkpoints" / "step-00000010")]
+    plain = sampled(*GREEDY, "--prompt", "abcabc", "--num-samples", "2")[0]
+    out, err = sampled(*GREEDY, "--prompt", "abcabc", "--num-samples", "2", *draft)
+    assert out == plain
+    assert " drafted tokens accepted " in err
+    assert err.endswith(" tokens per call of the model\n")
+    err = sampled("--prompt", "a" * 30, "--max-new-tokens", "9", *draft)[1]
+    assert err.endswith("ended at the context length of 32 tokens\n")
+
+
+def test_beams_are_printed_best_first(sampled) -> None:
+    greedy = sampled(*GREEDY, "--prompt", "abc")[0]
+    assert sampled("--beams", "1", "--prompt", "abc")[0] == greedy
+    best = sampled("--beams", "4", "--prompt", "abc")[0]
+    out, err = sampled("--beams", "4", "--prompt", "abc", "--num-samples", "3")
+    texts = out.removesuffix("\n").split(f"\n{BETWEEN_SAMPLES}\n")
+    assert len(set(texts)) == 3
+    assert texts[0] + "\n" == best
+    scores = [float(value) for value in re.findall(r"\((-[\d.]+)\)", err)]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+    total = sampled("--beams", "4", "--prompt", "abc", "--length-penalty", "0")[1]
+    assert re.search(r"(-[\d.]+) \(\1\)", total)
+    stop = best[8:10]
+    assert sampled("--beams", "4", "--prompt", "abc", "--stop", stop)[0] == (
+        best[: best.index(stop, 3)] + "\n"
+    )
 
 
 def test_the_checkpoint_is_best_last_or_a_step(sampled, run: Path) -> None:
@@ -260,8 +312,33 @@ def test_bad_values_are_one_line(refused) -> None:
     assert "argument --top-k: invalid int value: 'many'" in refused("--top-k", "many")
     assert "at_limit='wrap' is not one of stop, slide, error" in refused("--at-limit", "wrap")
     assert "a stop text must not be empty" in refused("--stop", "")
+    assert "typical_p=2.0 must be" in refused("--typical-p", "2")
+    assert "'x=1' is not ID=B" in refused("--logit-bias", "x=1")
+    assert "logit_bias names the id 999" in refused("--logit-bias", "999=1")
+    assert "logprobs=-1 must be from 0" in refused("--logprobs", "-1")
     assert "dtype" in refused("--dtype", "fp8")
     assert "device" in refused("--device", "gpu")
+
+
+def test_ways_to_decode_that_do_not_fit_are_one_line(refused, run: Path, tmp_path: Path) -> None:
+    assert "not allowed with" in refused("--beams", "2", "--lookup")
+    assert "num_beams=0" in refused("--beams", "0")
+    assert "to the number of beams, 2" in refused("--beams", "2", "--num-samples", "3")
+    assert "--num-samples 0 must be" in refused("--beams", "2", "--num-samples", "0")
+    assert "no --temperature, --top-k" in refused(
+        "--beams", "2", "--top-k", "3", "--temperature", "2"
+    )
+    assert "leave out --logprobs" in refused("--beams", "2", "--logprobs", "1")
+    assert "length_penalty=-1.0" in refused("--beams", "2", "--length-penalty", "-1")
+    assert "it needs --beams" in refused("--length-penalty", "1")
+    assert "it needs --draft or --lookup" in refused("--draft-tokens", "3")
+    assert "draft_tokens=0 must be" in refused("--lookup", "--draft-tokens", "0")
+    assert "lookup=0 must be" in refused("--lookup", "0")
+    for way in (["--beams", "2"], ["--lookup"]):
+        assert "at_limit=slide does not go with" in refused(*way, "--at-limit", "slide")
+    assert "no run at" in refused("--draft", str(run.parent / "two"))
+    other = make_run(tmp_path / "other", "bpe")
+    assert "was trained with another tokenizer" in refused("--draft", str(other))
 
 
 def test_bad_names_are_one_line_that_says_what_exists(refused, run: Path, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_the_newest_run_is_the_default(run: Path, capsys, monkeypatch) -> None:
 def test_the_limit_of_the_context(sampled, refused) -> None:
     out, err = sampled("--prompt", "a" * 30, "--max-new-tokens", "9")
     assert len(out) == 30 + 3 + 1
-    assert "ended at the context length of 32 tokens; --at-limit slide goes on" in err
+    assert "ended at the context length of 32 tokens; --at-limit slide or stream goes on" in err
     out, err = sampled("--prompt", "a" * 30, "--max-new-tokens", "99", "--at-limit", "slide")
     assert len(out) == 30 + 99 + 1
     assert "context" not in err

@@ -5,9 +5,11 @@ them, and its weights become a `Decoder`. Every way this can fail is one line th
 there is instead.
 """
 
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,8 +27,10 @@ from model.checkpoint import (
     resolve_run,
     step_of,
 )
-from model.config import ModelConfig
+from model.config import ROPE_SCALINGS, ModelConfig
 from model.decoder import Decoder
+
+MAX_STRETCH = 1000  # times the trained context: the table of rotations has a row per position
 
 
 def load_model(
@@ -36,22 +40,61 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     backend: str = "auto",
+    change: Callable[[ModelConfig], ModelConfig] | None = None,
     log: Callable[[str], None] = lambda message: print(message, file=sys.stderr),
 ) -> tuple[Decoder, Checkpoint]:
     """Load the model of a run, ready for inference, and the checkpoint it came from.
 
     `name` is anything `resolve_run` understands; a checkpoint folder means exactly that one,
     otherwise `which` chooses: "best" (the newest where none is marked), "last" or a step.
-    `dtype` None keeps float32. Raises FileNotFoundError or ValueError in one line.
+    `dtype` None keeps float32. `change` makes the config to build from the one stored, for what
+    weights leave open (see `longer_context`). Raises FileNotFoundError or ValueError in one line.
     """
     checkpoint = _choose(Path(name), which, log)
     if "model_config" not in checkpoint.state:
         raise CheckpointError(f"the state of {checkpoint.path} has no model_config")
-    model = Decoder(ModelConfig.from_dict(checkpoint.state["model_config"]), backend=backend)
+    config = ModelConfig.from_dict(checkpoint.state["model_config"])
+    model = Decoder(config if change is None else change(config), backend=backend)
     weights = _without_wrapper_prefixes(checkpoint.tensors["model"], log)
     _check_names_and_shapes(checkpoint.path, weights, model.state_dict())
     model.load_state_dict(weights)
     return model.to(device=device, dtype=dtype).eval(), checkpoint
+
+
+def longer_context(config: ModelConfig, scaling: str, factor: float) -> ModelConfig:
+    """The config of a RoPE model for `factor` times the context it was trained with.
+
+    RoPE has no weights, so those of the trained model fit. `scaling` is "linear", "ntk" or "yarn"
+    (see `model.positions.rope_frequencies`), or "none": more positions, rotated as in training,
+    which shows what a scaling is for.
+
+    Raises:
+        ValueError: in one line, for another position scheme, a model trained with a scaling, an
+            unknown scaling or a factor outside 1 .. MAX_STRETCH.
+    """
+    if scaling not in ROPE_SCALINGS:
+        raise ValueError(f"rope_scaling={scaling!r} is not one of {', '.join(ROPE_SCALINGS)}")
+    if config.position != "rope":
+        raise ValueError(
+            f"rope_scaling={scaling} needs a model with model.position=rope, "
+            f"this one has model.position={config.position}"
+        )
+    if config.rope_scaling != "none":
+        raise ValueError(
+            f"rope_scaling={scaling}: this model was trained with "
+            f"model.rope_scaling={config.rope_scaling} already, and scalings do not add up"
+        )
+    if not (math.isfinite(factor) and 1 <= factor <= MAX_STRETCH):
+        raise ValueError(f"rope_factor={factor} must be from 1 to {MAX_STRETCH}")
+    longer = replace(config, context_length=round(factor * config.context_length))
+    if scaling == "none":
+        return longer
+    return replace(
+        longer,
+        rope_scaling=scaling,
+        rope_scaling_factor=factor,
+        rope_original_context=config.context_length if scaling == "yarn" else None,
+    )
 
 
 def check_tokenizer(checkpoint: Checkpoint, sha256: str) -> None:

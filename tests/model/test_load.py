@@ -1,6 +1,8 @@
 """From a run's name to its model."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,12 @@ import torch
 from model.checkpoint import CheckpointError, load_checkpoint, mark_best, save_checkpoint
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.load import load_model
+from model.generate import Generator
+from model.load import load_model, longer_context
+from model.positions import RotaryTable
+from model.sampling import SamplingOptions
+from model.scoring import score_windows
+from tests.model.peers import llama_rotation
 
 CONFIG = ModelConfig(vocab_size=13, context_length=8, n_layer=1, n_head=2, n_embd=8)
 TOKENS = torch.arange(8)[None]
@@ -148,3 +155,107 @@ def test_a_loaded_checkpoint_keeps_both_names_of_a_tied_matrix(tmp_path: Path) -
     save(tmp_path, 1)
     tensors = load_checkpoint(tmp_path / "checkpoints" / "step-00000001").tensors["model"]
     assert tensors["lm_head.weight"] is tensors["embed.weight"]
+
+
+# A longer context than trained with
+
+TRAINED = replace(CONFIG, n_embd=32, context_length=16, init_std=0.3, rope_theta=500.0)
+Loader = Callable[[str, float], Decoder]
+
+
+@pytest.fixture
+def stretched(tmp_path: Path) -> Loader:
+    save(tmp_path, 1, TRAINED)
+
+    def load(scaling: str, factor: float) -> Decoder:
+        change = partial(longer_context, scaling=scaling, factor=factor)
+        return load_model(tmp_path, change=change)[0]
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("scaling", "theirs"),
+    [
+        ("none", {"rope_type": "default"}),
+        ("linear", {"rope_type": "linear", "factor": 4.0}),
+        # Theirs follows the length of the text: at 4 times the context its factor is ours.
+        ("ntk", {"rope_type": "dynamic", "factor": 1.0}),
+        ("yarn", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+    ],
+)
+def test_a_stretched_model_has_the_tables_of_transformers(
+    stretched: Loader, scaling: str, theirs: dict
+) -> None:
+    model = stretched(scaling, 4.0)
+    assert model.config.context_length == 64
+    assert isinstance(model.rope, RotaryTable)
+    cos, sin = llama_rotation(16, 16, 500.0, theirs, length=64)
+    rotation = model.rope.at(None, 64)
+    torch.testing.assert_close(rotation.cos[:, 0], cos, atol=1e-5, rtol=0)
+    torch.testing.assert_close(rotation.sin[:, 0], sin, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scaling", ["none", "linear", "ntk", "yarn"])
+def test_a_stretched_model_generates_and_scores_past_the_trained_length(
+    stretched: Loader, scaling: str
+) -> None:
+    model = stretched(scaling, 2.5)
+    texts = [
+        Generator(model, use_cache=use_cache)
+        .generate([3, 1, 4], max_new_tokens=100, options=SamplingOptions(temperature=0))
+        .run()
+        for use_cache in (True, False)
+    ]
+    assert texts[0].tokens == texts[1].tokens
+    assert [len(text.tokens[0]) for text in texts] == [38, 38]  # 40 positions and the last token
+    ids = torch.tensor([3, 1, 4, *texts[0].tokens[0]])
+    (losses,) = score_windows(model, ids, stride=40)
+    with torch.no_grad():
+        logits = model(ids[None, :-1]).logits[0].log_softmax(-1)
+    expected = -logits.gather(1, ids[1:, None])[:, 0].double()
+    torch.testing.assert_close(losses.nats, expected, atol=1e-5, rtol=0)
+
+
+def test_yarn_stretches_from_the_trained_context_whatever_the_rounding(stretched: Loader) -> None:
+    config = stretched("yarn", 1.3).config
+    assert (config.context_length, config.rope_original_context) == (21, 16)
+    assert config.yarn_original_context == 16
+
+
+@pytest.mark.parametrize(
+    ("config", "scaling", "factor", "message"),
+    [
+        (TRAINED, "cubic", 2.0, "rope_scaling='cubic' is not one of none, linear, ntk, yarn"),
+        (TRAINED, "ntk", 0.5, "rope_factor=0.5 must be from 1 to 1000"),
+        (TRAINED, "ntk", 1e9, "rope_factor=1000000000.0 must be from 1 to 1000"),
+        (TRAINED, "ntk", float("nan"), "rope_factor=nan must be from 1 to 1000"),
+        (
+            replace(TRAINED, position="alibi"),
+            "linear",
+            2.0,
+            "rope_scaling=linear needs a model with model.position=rope, this one has "
+            "model.position=alibi",
+        ),
+        (
+            replace(TRAINED, rope_scaling="linear", rope_scaling_factor=2.0),
+            "yarn",
+            2.0,
+            "rope_scaling=yarn: this model was trained with model.rope_scaling=linear already, "
+            "and scalings do not add up",
+        ),
+        (
+            replace(TRAINED, head_dim=2),
+            "ntk",
+            2.0,
+            "model.rope_scaling=ntk needs a head size above 2",
+        ),
+    ],
+)
+def test_what_cannot_be_stretched_is_one_line(
+    tmp_path: Path, config: ModelConfig, scaling: str, factor: float, message: str
+) -> None:
+    save(tmp_path, 1, config)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        load_model(tmp_path, change=partial(longer_context, scaling=scaling, factor=factor))
+    assert str(error.value) == message

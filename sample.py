@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if sys.stdout is None:
             raise ValueError("standard output is closed")
-        sample(parse(arguments))
+        run(parse(arguments))
     except BrokenPipeError:
         # Python flushes standard output once more at its end, and nobody is left to read it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -39,6 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         say(f"error: {' '.join(str(error).split())}")
         sys.exit(BAD_INPUT)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Do what the command line asks for."""
+    # Each use is imported only once the command line has been read: PyTorch takes seconds.
+    if args.score is not None:
+        from generation.score import score
+
+        score(args)
+    else:
+        sample(args)
 
 
 def sample(args: argparse.Namespace) -> None:

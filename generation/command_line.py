@@ -28,6 +28,8 @@ examples:
   python sample.py --beams 8 --max-new-tokens 40         the likeliest text that is found
   python sample.py --prompt-file opening.txt > out.txt
   printf "KING" | python sample.py
+  python sample.py --score chapter.txt                   how well a text is predicted
+  python sample.py --rope-scaling yarn --rope-factor 4   four times the trained context
 
 Prompts and stop texts are taken as they are, a line break at the end of a file included.
 """
@@ -50,7 +52,29 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         name = unknown[0].partition("=")[0]
         near = difflib.get_close_matches(name, parser._option_string_actions, n=1)
         parser.error(f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else ""))
+    if misfit := options_at_odds(args):
+        parser.error(misfit)
     return args
+
+
+def options_at_odds(args: argparse.Namespace) -> str | None:
+    """Say which options have no meaning together, if any."""
+    has_prompt = args.prompt is not None or args.prompt_file is not None
+    if args.score is None:
+        given = {
+            "--stride": args.stride is not None,
+            "--score-stream": args.score_stream,
+            "--json": args.json,
+        }
+        if any(given.values()):
+            return f"{next(filter(given.get, given))} goes with --score FILE"
+    elif has_prompt:
+        return "--score reads the text to score from its file: leave out the prompt"
+    elif args.score_stream and args.stride is not None:
+        return "--stride is for windows, and --score-stream has none: leave out one of them"
+    if (args.rope_scaling is None) != (args.rope_factor is None):
+        return "--rope-scaling and --rope-factor go together: give both"
+    return None
 
 
 def build_parser() -> Parser:
@@ -92,10 +116,33 @@ def build_parser() -> Parser:
     )
     add("--no-cache", action="store_true", help="read the whole context for every token (slow)")
 
+    add(
+        "--rope-scaling",
+        metavar="HOW",
+        help="stretch the context of a RoPE model: linear, ntk or yarn (none: just go on)",
+    )
+    add("--rope-factor", type=float, metavar="F", help="to F times the trained context")
+
     group = parser.add_argument_group("the prompt (default: the beginning of a document)")
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     add("--prompt-file", metavar="PATH", help="the same, from a file in UTF-8")
+
+    add = parser.add_argument_group("other uses").add_argument
+    add("--score", metavar="FILE", help="loss, perplexity, bits per byte of a text; - reads input")
+    add(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="score windows of the context length that begin N tokens apart, each counting only "
+        "tokens not yet counted (half the context)",
+    )
+    add(
+        "--score-stream",
+        action="store_true",
+        help="score in one reading, token by token, through the cache",
+    )
+    add("--json", action="store_true", help="print the score as one line of JSON")
 
     add = parser.add_argument_group("how much").add_argument
     add("--num-samples", type=int, default=1, metavar="N", help="number of texts (1)")

@@ -21,8 +21,7 @@ def print_samples(prompt: str, pieces: Iterable[Piece], count: int) -> None:
 
     Each is the prompt, its continuation and a line break.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
+    use_utf8()
     waiting = [prompt] + [f"{BETWEEN_SAMPLES}\n{prompt}"] * (count - 1)
     ended: set[int] = set()
     current = 0
@@ -42,6 +41,12 @@ def print_samples(prompt: str, pieces: Iterable[Piece], count: int) -> None:
         while current in ended and current + 1 < count:
             current += 1
             show()
+
+
+def use_utf8() -> None:
+    """Write standard output in UTF-8, whatever the machine's habit."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
 
 
 def say(line: str) -> None:

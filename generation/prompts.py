@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 def read_prompt(args: argparse.Namespace) -> str:
     """Return the prompt from the command line, a file or standard input; "" if there is none."""
     if args.prompt_file not in (None, "-"):
-        try:
-            return decode(Path(args.prompt_file).read_bytes(), args.prompt_file)
-        except OSError as error:
-            raise ValueError(f"--prompt-file {args.prompt_file}: {error.strerror}") from error
+        return read_text(args.prompt_file, "--prompt-file")
     if args.prompt not in (None, "-"):
         return decode(os.fsencode(args.prompt), "--prompt")
     asked_for = "-" in (args.prompt, args.prompt_file)
@@ -29,7 +26,19 @@ def read_prompt(args: argparse.Namespace) -> str:
         return ""
     if not asked_for:
         say("reading the prompt from standard input")
-    return decode(sys.stdin.buffer.read(), "standard input")
+    return read_text("-", "--prompt")
+
+
+def read_text(path: str, option: str) -> str:
+    """Return the text of the UTF-8 file that an option names; "-" is standard input."""
+    if path == "-":
+        if sys.stdin is None:
+            raise ValueError(f"{option} - reads standard input, which is closed")
+        return decode(sys.stdin.buffer.read(), "standard input")
+    try:
+        return decode(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}") from error
 
 
 def decode(raw: bytes, source: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from generation.command_line import COMPILING_PAYS
 from generation.printing import say
 from model.caches import CacheOptions
 from model.checkpoint import Checkpoint, is_checkpoint, resolve_run
+from model.config import ModelConfig
 from model.decoder import Decoder
 from model.generate import Generator
-from model.load import check_tokenizer, load_model
+from model.load import check_tokenizer, load_model, longer_context
 from model.sampling import SamplingOptions
 from training.devices import probe_compiler, resolve_device, resolve_dtype
 
@@ -53,10 +56,19 @@ def open_run(args: argparse.Namespace) -> Session:
     if is_checkpoint(Path(args.run)) and args.checkpoint is not None:
         raise ValueError(f"--run {args.run} names a checkpoint already: leave out --checkpoint")
     which = "best" if args.checkpoint is None else args.checkpoint
-    model, checkpoint = load_model(args.run, which=which, device=device, dtype=dtype)
+    model, checkpoint = load_model(
+        args.run, which=which, device=device, dtype=dtype, change=config_change(args)
+    )
     use_one_core_if_small(model)
     tokenizer = load_tokenizer(resolve_run(args.run), checkpoint)
     return Session(model=model, tokenizer=tokenizer, checkpoint=checkpoint, device=device)
+
+
+def config_change(args: argparse.Namespace) -> Callable[[ModelConfig], ModelConfig] | None:
+    """What the command line changes about the model it loads, if anything."""
+    if args.rope_scaling is None:
+        return None
+    return partial(longer_context, scaling=args.rope_scaling, factor=args.rope_factor)
 
 
 def load_tokenizer(run: Path, checkpoint: Checkpoint) -> Tokenizer:

@@ -247,6 +247,20 @@ def test_the_error_of_an_inexact_cache_is_printed(sampled, refused) -> None:
     assert "not cache=int8" in refused("--cache", "int8", "--at-limit", "stream")
 
 
+def test_a_stretched_context_goes_on_past_the_trained_one(sampled, refused) -> None:
+    stretched = ["--rope-scaling", "yarn", "--rope-factor", "2", "--temperature", "0"]
+    out, err = sampled("--prompt", "a" * 30, "--max-new-tokens", "99", *stretched)
+    assert len(out) == 64 + 1 + 1
+    assert "ended at the context length of 64 tokens" in err
+    assert (
+        sampled("--prompt", "a" * 30, "--max-new-tokens", "99", *stretched, "--no-cache")[0] == out
+    )
+    assert "rope_factor=0.5 must be from 1" in refused(*stretched, "--rope-factor", "0.5")
+    assert "rope_scaling='cubic' is not one of" in refused(*stretched, "--rope-scaling", "cubic")
+    for half in (stretched[:2], stretched[2:4]):
+        assert "--rope-scaling and --rope-factor go together: give both" in refused(*half)
+
+
 def test_a_small_model_uses_one_core_unless_told_otherwise(sampled, monkeypatch) -> None:
     torch.set_num_threads(2)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

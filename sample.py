@@ -48,6 +48,10 @@ def run(args: argparse.Namespace) -> None:
         from generation.score import score
 
         score(args)
+    elif args.interactive:
+        from generation.interactive import interact
+
+        interact(args)
     else:
         sample(args)
 

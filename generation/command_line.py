@@ -28,6 +28,7 @@ examples:
   python sample.py --beams 8 --max-new-tokens 40         the likeliest text that is found
   python sample.py --prompt-file opening.txt > out.txt
   printf "KING" | python sample.py
+  python sample.py --interactive                         prompts typed one after the other
   python sample.py --score chapter.txt                   how well a text is predicted
   python sample.py --rope-scaling yarn --rope-factor 4   four times the trained context
 
@@ -70,8 +71,14 @@ def options_at_odds(args: argparse.Namespace) -> str | None:
             return f"{next(filter(given.get, given))} goes with --score FILE"
     elif has_prompt:
         return "--score reads the text to score from its file: leave out the prompt"
+    elif args.interactive:
+        return "--score and --interactive do not go together"
     elif args.score_stream and args.stride is not None:
         return "--stride is for windows, and --score-stream has none: leave out one of them"
+    if args.interactive and has_prompt:
+        return "--interactive asks for prompts itself: leave out the prompt"
+    if args.interactive and args.num_samples != 1:
+        return f"--interactive writes one text at a time, not --num-samples {args.num_samples}"
     if (args.rope_scaling is None) != (args.rope_factor is None):
         return "--rope-scaling and --rope-factor go together: give both"
     return None
@@ -129,6 +136,7 @@ def build_parser() -> Parser:
     add("--prompt-file", metavar="PATH", help="the same, from a file in UTF-8")
 
     add = parser.add_argument_group("other uses").add_argument
+    add("-i", "--interactive", action="store_true", help="prompts typed in, /help for commands")
     add("--score", metavar="FILE", help="loss, perplexity, bits per byte of a text; - reads input")
     add(
         "--stride",

@@ -30,6 +30,7 @@ examples:
   printf "KING" | python sample.py
   python sample.py --interactive                         prompts typed one after the other
   python sample.py --score chapter.txt                   how well a text is predicted
+  python sample.py --score book.txt --score-stream 4     the same, keeping 4 sinks and a window
   python sample.py --rope-scaling yarn --rope-factor 4   four times the trained context
 
 Prompts and stop texts are taken as they are, a line break at the end of a file included.
@@ -64,7 +65,7 @@ def options_at_odds(args: argparse.Namespace) -> str | None:
     if args.score is None:
         given = {
             "--stride": args.stride is not None,
-            "--score-stream": args.score_stream,
+            "--score-stream": args.score_stream is not None,
             "--json": args.json,
         }
         if any(given.values()):
@@ -73,7 +74,7 @@ def options_at_odds(args: argparse.Namespace) -> str | None:
         return "--score reads the text to score from its file: leave out the prompt"
     elif args.interactive:
         return "--score and --interactive do not go together"
-    elif args.score_stream and args.stride is not None:
+    elif args.score_stream is not None and args.stride is not None:
         return "--stride is for windows, and --score-stream has none: leave out one of them"
     if args.interactive and has_prompt:
         return "--interactive asks for prompts itself: leave out the prompt"
@@ -147,8 +148,12 @@ def build_parser() -> Parser:
     )
     add(
         "--score-stream",
-        action="store_true",
-        help="score in one reading, token by token, through the cache",
+        type=int,
+        nargs="?",
+        const=4,
+        metavar="K",
+        help="score in one reading, token by token, that keeps the first K tokens (4) and the last "
+        "ones, as many as the context holds",
     )
     add("--json", action="store_true", help="print the score as one line of JSON")
 

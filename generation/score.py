@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ from generation.printing import say
 from generation.prompts import read_text
 from generation.session import Session, open_run
 from model.kv_cache import FullCache, KVCache
-from model.positions import has_position_limit
 from model.scoring import Losses, score_stream, score_windows
+from model.streaming_cache import POSITIONS as STREAMING
+from model.streaming_cache import StreamingCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,24 +109,27 @@ def start_scoring(
 ) -> tuple[Iterator[Losses], str]:
     """Check everything; return the losses to come, and in words how they are measured."""
     length = session.model.config.context_length
-    if args.score_stream:
-        cache = make_stream_cache(session, len(ids) - 1)
-        return score_stream(session.model, ids, cache), "token by token through the full cache"
+    if args.score_stream is not None:
+        cache = make_stream_cache(session, len(ids) - 1, args.score_stream)
+        kept = "all tokens"
+        if len(ids) - 1 > cache.capacity:
+            kept = f"the first {args.score_stream} and the last {length - args.score_stream}"
+        return score_stream(session.model, ids, cache), f"one reading that keeps {kept}"
     stride = max(1, length // 2) if args.stride is None else args.stride
     losses = score_windows(session.model, ids, stride=stride)
     return losses, f"windows of {length}, stride {stride}"
 
 
-def make_stream_cache(session: Session, length: int) -> KVCache:
-    """The cache to read `length` tokens through; ValueError if it cannot hold them."""
-    config = session.model.config
-    if length > config.context_length and has_position_limit(config):
-        raise ValueError(
-            f"--score-stream has {length} tokens to read, the context holds "
-            f"{config.context_length}: leave it out to score in windows"
-        )
-    weight = session.model.embed.weight
-    return FullCache(config, capacity=length, device=weight.device, dtype=weight.dtype)
+def make_stream_cache(session: Session, length: int, sinks: int) -> KVCache:
+    """The cache to read `length` tokens through; ValueError if the model cannot go on so far.
+
+    It keeps as many tokens as the context holds: the first `sinks`, and the last ones.
+    """
+    config, weight = session.model.config, session.model.embed.weight
+    place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+    if config.position not in STREAMING and length <= config.context_length:
+        return FullCache(config, **place)
+    return StreamingCache(config, sinks=sinks, **place)
 
 
 def add_up(losses: Iterator[Losses], ids: Tensor, tokenizer: Tokenizer) -> Score:

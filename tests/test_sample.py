@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,15 +28,13 @@ TEXT = "abc déf\nxyz: 中\n" * 30
 GREEDY = ["--temperature", "0"]
 
 
-def make_run(run: Path, kind: str = "char", *steps: int, vocab_size: int | None = None) -> Path:
+def make_run(run: Path, kind: str = "char", *steps: int, **changes: Any) -> Path:
     """A run folder with untrained models whose weights follow from the step."""
     run.mkdir(parents=True)
     config = TokenizerConfig(kind=kind, vocab_size=270)
     tokenizer = build_tokenizer(config, [TEXT], [])
     tokenizer.save(run / "tokenizer.json")
-    model_config = ModelConfig(
-        **CONFIG.to_dict() | {"vocab_size": vocab_size or tokenizer.vocab_size}
-    )
+    model_config = ModelConfig(**CONFIG.to_dict() | {"vocab_size": tokenizer.vocab_size} | changes)
     for step in steps or (10,):
         torch.manual_seed(step)
         save_checkpoint(

@@ -159,14 +159,41 @@ def test_a_stride_of_the_context_is_the_evaluation_of_training(tmp_path: Path, s
     assert half["loss"] != pytest.approx(expected.loss, rel=1e-4)
 
 
-def test_a_stream_within_the_context_is_one_window(scored, refused) -> None:
+def test_a_stream_within_the_context_is_one_window(scored) -> None:
     text = TEXT[:L]
-    stream = scored(text, "--score-stream")
-    assert stream["method"] == "token by token through the full cache"
     window = scored(text)
-    assert stream["loss"] == pytest.approx(window["loss"], rel=1e-5)
-    assert "--score-stream has 33 tokens to read, the context holds 32" in refused(
-        TEXT[: L + 2].encode(), "--score-stream"
+    for keep in (["--score-stream"], ["--score-stream", "0"]):
+        stream = scored(text, *keep)
+        assert stream["method"] == "one reading that keeps all tokens"
+        assert stream["loss"] == pytest.approx(window["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 4])
+@torch.no_grad()
+def test_a_longer_stream_sees_the_sinks_and_the_last_tokens(scored, run: Path, sinks: int) -> None:
+    """The model has one layer, whose keys depend on their tokens alone: windows can be re-read."""
+    text = TEXT[: 3 * L]
+    model, tokenizer = load_model(run)[0], Tokenizer.load(run / "tokenizer.json")
+    ids, nats = tokenizer.encode(text), 0.0
+    for end in range(1, len(ids)):
+        seen = ids[:end] if end <= L else ids[:sinks] + ids[end - L + sinks : end]
+        nats -= float(model(torch.tensor([seen])).logits[0, -1].double().log_softmax(-1)[ids[end]])
+    found = scored(text, "--score-stream", str(sinks))
+    assert found["method"] == f"one reading that keeps the first {sinks} and the last {L - sinks}"
+    assert found["counted_tokens"] == len(ids) - 1
+    assert found["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
+
+
+def test_positions_without_distances_stream_within_the_context(
+    scored, refused, tmp_path: Path
+) -> None:
+    learned = make_run(tmp_path / "learned", position="learned")
+    text = TEXT[: L + 1]
+    assert scored(text, "--score-stream", at=learned)["loss"] == pytest.approx(
+        scored(text, at=learned)["loss"], rel=1e-5
+    )
+    assert "model.position=learned cannot stream" in refused(
+        TEXT[: L + 2].encode(), "--score-stream", at=learned
     )
 
 
@@ -207,5 +234,6 @@ def test_options_that_make_no_sense_are_one_line(refused) -> None:
     assert "leave out the prompt" in refused(b"abc", "--prompt", "a")
     assert "do not go together" in refused(b"abc", "--interactive")
     assert "leave out one of them" in refused(b"abc", "--stride", "3", "--score-stream")
-    for option in (["--stride", "0"], ["--score-stream"], ["--json"]):
+    assert "sinks=32 must be at least 0 and below the 32" in refused(b"abc", "--score-stream", "32")
+    for option in (["--stride", "0"], ["--score-stream", "0"], ["--json"]):
         assert f"{option[0]} goes with --score FILE" in refused(None, *option)

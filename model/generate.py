@@ -1,5 +1,28 @@
 """Generation on token ids: read the prompt once, then produce one token at a time.
 
+    from data.tokenizers import Tokenizer
+    from model.checkpoint import resolve_run
+    from model.generate import Generator
+    from model.load import load_model
+    from model.sampling import SamplingOptions
+    from model.text_stream import stream_text
+
+    model, _ = load_model("runs/latest")
+    tokenizer = Tokenizer.load(resolve_run("runs/latest") / "tokenizer.json")
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+
+    generator = Generator(model, vocab_size=tokenizer.vocab_size)
+    generation = generator.generate(
+        begin + tokenizer.encode("ROMEO:"),
+        max_new_tokens=100,
+        options=SamplingOptions(temperature=0.8, top_p=0.9),
+        seed=7,
+        eos_id=tokenizer.eos_id,
+    )
+    for piece in stream_text(generation, tokenizer.stream):  # as it comes
+        print(piece.text, end="", flush=True)
+    print(generation.tokens, generation.ends, generation.report)
+
 `Generator(model).generate(prompt, ...)` checks everything, and gives a `Generation` to iterate
 over. With the cache (the default) each token is read once; without it the whole context is read
 for every token, which is slow, obviously right, and what the cached path is tested against.

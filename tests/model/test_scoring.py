@@ -6,6 +6,8 @@ import torch
 from model.decoder import Decoder
 from model.kv_cache import FullCache
 from model.scoring import Losses, score_stream, score_windows
+from model.streaming_cache import StreamingCache
+from tests.model.slow_stream import SlowStream
 from tests.model.tiny import OPTIONS, tiny_model, tiny_tokens
 
 L = 32  # the tiny models' context
@@ -146,6 +148,16 @@ def test_a_cache_that_forgets_takes_any_length() -> None:
         joined(score_windows(model, ids[start : start + 9])).nats for start in range(0, 99, 8)
     ]
     torch.testing.assert_close(found.nats, torch.cat(pieces), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_the_streaming_cache_takes_any_length(sinks: int) -> None:
+    model, ids = tiny_model(dtype=torch.float64), text(60)
+    cache = StreamingCache(model.config, capacity=9, sinks=sinks, dtype=torch.float64)
+    found = joined(score_stream(model, ids, cache))
+    logits = SlowStream(model, 9, sinks).all_logits(ids[None, :-1])[0].log_softmax(-1)
+    expected = -logits.gather(1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(found.nats, expected, atol=1e-6, rtol=0)
 
 
 def test_a_full_cache_says_when_it_is_full() -> None:

@@ -36,7 +36,8 @@ SETTINGS = (
 HELP = """\
 A line is a prompt, and each prompt begins a new text. An empty line goes on with the last text,
 or begins a document if there is none. A line that ends in \\ goes on in the next one, and // at
-the beginning stands for a / of the text. Ctrl-C stops a text, Ctrl-D ends.
+the beginning stands for a / of the text. Ctrl-C stops a text, Ctrl-D ends. Each text draws with
+the seed after that of the last one.
 
   /show [LAYER]   where the last token looked: each head's weights on the tokens
   /reset          forget the text
@@ -70,9 +71,7 @@ def interact(args: argparse.Namespace) -> None:
             return
         except KeyboardInterrupt:
             say("\nCtrl-D or /quit ends")
-        except BrokenPipeError:
-            raise
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             say(f"error: {' '.join(str(error).split())}")
 
 

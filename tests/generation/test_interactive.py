@@ -211,6 +211,22 @@ def test_quit_ends_before_the_lines_behind_it(typed) -> None:
     assert typed("/quit\nabc\n")[0] == ""
 
 
+class Unreadable(io.RawIOBase):
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_input_that_cannot_be_read_ends_it(run: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Unreadable())))
+    with pytest.raises(SystemExit) as end:
+        main(["--run", str(run), "-i"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith("error: [Errno 5] Input/output error\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -226,7 +226,7 @@ def draw(path: Path, found: dict[str, list[Found]], shakespeare: Curves) -> None
         left.set_ylabel("alpha_0: mean weight on the first token")
         left.set_title("Back-copy task, one head")
         right.set_title(f"Shakespeare, {shakespeare.alpha[0].size} heads")
-        left.legend(fontsize=9, loc="upper left")
+        left.legend(fontsize=9, loc="center right", bbox_to_anchor=(1, 0.62))
         right.legend(fontsize=9, loc="upper right")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=100)

@@ -48,12 +48,11 @@ def test_a_streaming_cache_equals_no_cache_within_the_context(name: str) -> None
 def test_greedy_tokens_of_a_stream_are_those_of_the_uncached_path(name: str) -> None:
     model = build(STREAMING[name])
     expected = run(model, PROMPT, 15, options=VARIED, use_cache=False).tokens[0]
-    for n, chunk in ((15, None), (40, 2)):  # 40 do not fit, but what fits comes out the same
-        how = {"options": VARIED, "at_limit": "stream", "prefill_chunk": chunk}
-        generation = run(model, PROMPT, n, **how)
-        assert generation.tokens[0][:15] == expected
-        assert generation.ends == ["length"]
-        assert len(generation.tokens[0]) == n
+    # 30 more tokens do not fit, but what fits comes out the same.
+    generation = run(model, PROMPT, 30, options=VARIED, at_limit="stream", prefill_chunk=2)
+    assert generation.tokens[0][:15] == expected
+    assert generation.ends == ["length"]
+    assert len(generation.tokens[0]) == 30
 
 
 @pytest.mark.parametrize("kind", [INT8, EVICTING])
@@ -70,8 +69,9 @@ def test_inexact_caches_are_exact_while_nothing_is_lost(kind: CacheOptions) -> N
 # Streams that do not end
 
 
-@pytest.mark.parametrize("sinks", [0, 1, 4])
-@pytest.mark.parametrize("name", ["rope", "alibi", "learned sink logit"])
+@pytest.mark.parametrize(
+    ("name", "sinks"), [("rope", 0), ("rope", 4), ("alibi", 1), ("learned sink logit", 1)]
+)
 def test_a_stream_goes_on_as_its_definition_says(name: str, sinks: int) -> None:
     model = build(CONFIGS[name]).double()
     tokens = run(model, PROMPT, 70, at_limit="stream", cache=CacheOptions(sinks=sinks)).tokens[0]
@@ -119,9 +119,9 @@ def test_a_stream_takes_constant_memory_and_none_too_much() -> None:
 def test_a_sample_is_the_same_alone_or_beside_others(how: dict) -> None:
     model = build(replace(BASE, n_kv_head=2)).double()
     how = {"options": SamplingOptions(), "prefill_chunk": 4} | how
-    together = run(model, PROMPT, 40, num_samples=3, seed=7, **how).tokens
-    assert together == [run(model, PROMPT, 40, seed=7 + i, **how).tokens[0] for i in range(3)]
-    assert len({tuple(tokens) for tokens in together}) == 3
+    together = run(model, PROMPT, 40, num_samples=2, seed=7, **how).tokens
+    assert together == [run(model, PROMPT, 40, seed=7 + i, **how).tokens[0] for i in range(2)]
+    assert together[0] != together[1]
     assert len(together[0]) == (40 if "at_limit" in how else 20)
 
 

@@ -51,7 +51,7 @@ def beam_search(
     the tokenizer knows. There are fewer continuations than `num_beams` only where fewer exist.
 
     Raises ValueError in one line, before anything is read, for a request that cannot be met; a
-    generator with at_limit=slide is refused, since its beams would no longer be comparable.
+    generator that lets go of tokens is refused, since beams change places in what was read.
     """
     _check(generator, num_beams, length_penalty)
     generator.check(prompt, max_new_tokens)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from model.beam import Beam, beam_search, score_of
+from model.caches import CacheOptions
 from model.decoder import Decoder
 from model.generate import Generator
-from model.kv_cache import FullCache
 from model.sampling import SamplingOptions
 from tests.model.tiny import tiny_model
 
@@ -182,9 +182,15 @@ def test_a_search_that_cannot_work_is_one_line(options: dict, message: str) -> N
     assert "\n" not in str(error.value)
 
 
-def test_sliding_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FullCache, "extend", None)
-    with pytest.raises(ValueError, match="at_limit=slide does not go with beam search"):
-        beam_search(
-            Generator(tiny_model(), at_limit="slide"), PROMPT, num_beams=2, max_new_tokens=3
-        )
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"at_limit": "slide"}, "at_limit=slide"),
+        ({"at_limit": "stream"}, "at_limit=stream"),
+        ({"cache": CacheOptions(kind="int8")}, "cache=int8"),
+    ],
+)
+def test_a_generator_that_lets_go_of_tokens_is_refused(settings: dict, refused: str) -> None:
+    generator = Generator(tiny_model(), **settings)
+    with pytest.raises(ValueError, match=f"{refused} does not go with beam search; choose"):
+        beam_search(generator, PROMPT, num_beams=2, max_new_tokens=3)

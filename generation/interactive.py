@@ -127,7 +127,7 @@ class Interactive:
             say("stopped")
         self.ids = self._ids_after(ids, generation, kept.text)
         say(f"seed {seed}: {generation.report}")
-        say_limit(generation, self._session.model.config.context_length)
+        say_limit(generation, self._session.generator(self.args))
 
     def _start(self, ids: list[int]) -> Generation:
         return self._session.generator(self.args).generate(

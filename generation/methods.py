@@ -85,7 +85,7 @@ def _open_draft(session: Session, args: argparse.Namespace) -> Generator:
     dtype = session.model.embed.weight.dtype
     model, checkpoint = load_model(args.draft, device=session.device, dtype=dtype)
     check_tokenizer(checkpoint, session.tokenizer.sha256)
-    return dataclasses.replace(session, model=model).generator(args)
+    return dataclasses.replace(session, model=model, generators={}).generator(args)
 
 
 def _beams(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,13 @@ class Session:
     tokenizer: Tokenizer
     checkpoint: Checkpoint
     device: torch.device
+    generators: dict[frozenset[tuple[str, Any]], Generator] = field(default_factory=dict)
 
     def generator(self, args: argparse.Namespace, **changes: Any) -> Generator:
-        """Make the generator that the command line asks for."""
+        """Return the generator that the command line asks for, one for all equal wishes.
+
+        What it has compiled then serves every text.
+        """
         options: dict[str, Any] = {
             "use_cache": not args.no_cache,
             "at_limit": args.at_limit,
@@ -46,7 +50,11 @@ class Session:
             "compiled": compiles(args, self.device),
             "weights": args.weights,
         }
-        return Generator(self.model, **options | changes)
+        options |= changes
+        key = frozenset(options.items())
+        if key not in self.generators:
+            self.generators[key] = Generator(self.model, **options)
+        return self.generators[key]
 
 
 def open_run(args: argparse.Namespace) -> Session:

@@ -7,6 +7,7 @@ The arguments of an operation are tensors and plain values, so a spec travels in
 tensors, then its numbers. Results are always tensors: an empty one stands for each absent one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ def chunked_attention(
     received: Tensor | None = None,
 ) -> AttentionOutput:
     """Attention and its statistics; see `kernels.attention`."""
+    results: Sequence[Tensor | None]
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # The first call of an operation in Python loads the compiler, which takes seconds.
+        with torch.autocast(q.device.type, enabled=False):
+            results = chunked.forward(q, k, v, spec, kv_lengths, stats)
+        return _chosen(results, stats)
     results = _forward(
         q,
         k,
@@ -44,9 +51,15 @@ def chunked_attention(
         " ".join(stats.row_names),
         list(stats.sink_mass),
     )
+    return _chosen(results, stats)
+
+
+def _chosen(results: Sequence[Tensor | None], stats: Stats) -> AttentionOutput:
+    """Keep the output and the statistics that were asked for."""
     wanted = ["out", *stats.row_names, *(["sink_mass"] if stats.sink_mass else [])]
     named = zip(AttentionOutput._fields, results, strict=True)
-    return AttentionOutput(**{name: result for name, result in named if name in wanted})
+    chosen: dict[str, Any] = {name: result for name, result in named if name in wanted}
+    return AttentionOutput(**chosen)
 
 
 @torch.library.custom_op("glassgpt::chunked_attention", mutates_args=())

@@ -103,9 +103,10 @@ class DecodeStep:
                 torch._dynamo.mark_static_address(memory)
             torch.compiler.cudagraph_mark_step_begin()
             return self._whole_compiled(tokens, cache.keys, cache.values, lengths)
-        places = _sizes(cache.begin, cache.end - cache.begin, tokens.device)
-        if cache.end == cache.keys[0].shape[2]:
-            # A view of the whole memory is a case that the compiler keeps apart.
+        length = cache.end - cache.begin
+        places = _sizes(cache.begin, length, tokens.device)
+        if length == 1 or cache.end == cache.keys[0].shape[2]:
+            # Views of one place and of the whole memory are cases that the compiler keeps apart.
             return self._views(tokens, cache.keys, cache.values, places)
         torch._dynamo.maybe_mark_dynamic(places, 0)
         torch._dynamo.mark_dynamic(places, 1)

@@ -91,7 +91,7 @@ def test_a_compiled_generator_slides_as_the_eager_one_does_and_compiles_once():
     options = SamplingOptions(temperature=0, repetition_penalty=3.0)
     fast = Generator(model, at_limit="slide", compiled=True)
     slow = Generator(model, at_limit="slide", use_cache=False)
-    for prompt in ([1, 2, 3], [4, 5, 6, 7, 8]):
+    for prompt in ([9], [1, 2, 3], [4, 5, 6, 7, 8]):
         request = {"max_new_tokens": 40, "options": options}
         expected = slow.generate(prompt, **request).run().tokens
         assert fast.generate(prompt, **request).run().tokens == expected

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from generation.command_line import BAD_INPUT, parse
+from generation.command_line import BAD_INPUT, ONLY_FOR_MANY, parse, refuse_options
 from generation.printing import (
     print_samples,
     say,
@@ -52,18 +52,26 @@ def run(args: argparse.Namespace) -> None:
         from generation.interactive import interact
 
         interact(args)
+    elif args.serve:
+        from generation.server import serve
+
+        serve(args)
+    elif args.prompts_file is not None:
+        from generation.prompts_file import continue_file
+
+        continue_file(args)
     else:
         sample(args)
 
 
 def sample(args: argparse.Namespace) -> None:
-    """Load the model, continue the prompt, print."""
-    # Imported only once the command line has been read: PyTorch takes seconds.
+    """Continue one prompt and print it."""
     from generation.methods import check_method, start
     from generation.session import open_run, sampling_options
     from model.generate import Generation
     from model.text_stream import stream_text
 
+    refuse_options(args, "a single prompt", ONLY_FOR_MANY)
     options = sampling_options(args)
     check_method(args, options)
     prompt = read_prompt(args)

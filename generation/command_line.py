@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from generation.printing import say
@@ -13,6 +13,8 @@ from generation.printing import say
 BAD_INPUT = 2
 COMPILING_PAYS = 10_000  # new tokens
 TEMPERATURE = 0.8
+ONLY_TO_SERVE = ("host", "port", "max_waiting")
+ONLY_FOR_MANY = (*ONLY_TO_SERVE, "output", "max_concurrent", "cache_tokens")
 
 EXAMPLES = r"""
 examples:
@@ -32,6 +34,8 @@ examples:
   python sample.py --score chapter.txt                   how well a text is predicted
   python sample.py --score book.txt --score-stream 4     the same, keeping 4 sinks and a window
   python sample.py --rope-scaling yarn --rope-factor 4   four times the trained context
+  python sample.py --prompts-file prompts.jsonl --output texts.jsonl
+  python sample.py --serve --port 8000                   an OpenAI-compatible endpoint
 
 Prompts and stop texts are taken as they are, a line break at the end of a file included.
 """
@@ -135,6 +139,27 @@ def build_parser() -> Parser:
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     add("--prompt-file", metavar="PATH", help="the same, from a file in UTF-8")
+    add(
+        "--prompts-file",
+        metavar="PATH",
+        help='many prompts: JSON Lines of {"prompt": TEXT}, with max_new_tokens, temperature, '
+        "top_k, top_p, min_p, repetition_penalty, seed, stop or id where they differ from the "
+        "options here",
+    )
+    add("--serve", action="store_true", help="answer requests over HTTP at POST /v1/completions")
+
+    add = parser.add_argument_group("many texts: with --prompts-file or --serve").add_argument
+    add("--output", metavar="PATH", help="JSON Lines for --prompts-file (standard output)")
+    add("--max-concurrent", type=int, default=16, metavar="N", help="texts made together (16)")
+    add(
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        help="memory for keys and values of N tokens (a whole context for each text)",
+    )
+    add("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
+    add("--port", type=int, default=8000, metavar="N", help="0: any free one (8000)")
+    add("--max-waiting", type=int, default=64, metavar="N", help="texts that may wait (64)")
 
     add = parser.add_argument_group("other uses").add_argument
     add("-i", "--interactive", action="store_true", help="prompts typed in, /help for commands")
@@ -286,6 +311,14 @@ def add_methods(parser: Parser) -> None:
         metavar="A",
         help="compare beams by log-probability / length^A; 0 favours short ones (1)",
     )
+
+
+def refuse_options(args: argparse.Namespace, mode: str, names: Iterable[str]) -> None:
+    """Raise ValueError for options that were given but have no meaning together with `mode`."""
+    parser = build_parser()
+    for name in names:
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning with {mode}")
 
 
 def checkpoint_name(text: str) -> str | int:

@@ -65,7 +65,7 @@ def stream_text(
     """
     if not all(stop):
         raise ValueError("a stop text must not be empty")
-    texts = {sample: _Text(new_decoder(), stop) for sample in range(len(generation.ends))}
+    texts = {sample: TextStream(new_decoder(), stop) for sample in range(len(generation.ends))}
     for step in generation:
         for sample, token in step:
             if text := texts[sample].feed(token):
@@ -86,7 +86,7 @@ def collect_texts(
     return texts
 
 
-class _Text:
+class TextStream:
     """The text of one sample: what is certain goes out, what may be a stop string waits."""
 
     def __init__(self, decoder: StreamDecoder, stop: Sequence[str]):

@@ -13,8 +13,9 @@ from model.generate import Generation, Generator
 from model.sampling import SamplingOptions
 from tests.model.tiny import OPTIONS, tiny_model, tiny_tokens
 
-CAN_GENERATE = {name: changes for name, changes in OPTIONS.items() if name != "bidirectional"}
-EVERY_OPTION = pytest.mark.parametrize("changes", CAN_GENERATE.values(), ids=CAN_GENERATE)
+# Options that change what a batch has to do; the paged cache is tested with all of them.
+CHOSEN = ("plain", "multi_query", "alibi", "learned", "windows", "window_sinks", "prefix")
+CHANGES = {name: OPTIONS[name] for name in (*CHOSEN, "all_at_once", "all_with_alibi")}
 # Without chance, but an untrained model no longer says one token over and over.
 VARIED = SamplingOptions(temperature=0, repetition_penalty=3.0)
 WAYS = [
@@ -77,7 +78,7 @@ def same_as_alone(model: Decoder, handles: list[Handle], **settings: Any) -> Non
 # Equal to single calls
 
 
-@EVERY_OPTION
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_prompts_of_different_length_get_what_they_get_alone(changes: dict[str, Any]) -> None:
     model = tiny_model(**changes)
     batch = ContinuousBatch(model, max_batch=4, block_size=4)

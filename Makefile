@@ -36,7 +36,7 @@ format: .venv/installed-dev
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(PIP) -e '.[dev,interop]'
+	$(PIP) -e '.[dev,interop,serve]'
 	@touch $@
 
 clean:

@@ -33,9 +33,21 @@ RESTRICTED = {
     "tokenizers": {"data/"},
     "matplotlib": {"analysis/"},
     "plotly": {"analysis/"},
+    "fastapi": {"generation/"},
+    "starlette": {"generation/"},
+    "uvicorn": {"generation/"},
     "transformers": set(),
 }
-LAZY = {"wandb", "datasets", "tokenizers", "matplotlib", "plotly"}
+LAZY = {
+    "wandb",
+    "datasets",
+    "tokenizers",
+    "matplotlib",
+    "plotly",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+}
 
 
 def source_files() -> list[Path]:

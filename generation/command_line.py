@@ -14,6 +14,7 @@ BAD_INPUT = 2
 COMPILING_PAYS = 10_000  # new tokens
 TEMPERATURE = 0.8
 ONLY_TO_SERVE = ("host", "port", "max_waiting")
+ONLY_FOR_ONE = ("logprobs", "draft", "lookup", "beams", "draft_tokens", "length_penalty")
 ONLY_FOR_MANY = (*ONLY_TO_SERVE, "output", "max_concurrent", "cache_tokens")
 
 EXAMPLES = r"""
@@ -142,9 +143,8 @@ def build_parser() -> Parser:
     add(
         "--prompts-file",
         metavar="PATH",
-        help='many prompts: JSON Lines of {"prompt": TEXT}, with max_new_tokens, temperature, '
-        "top_k, top_p, min_p, repetition_penalty, seed, stop or id where they differ from the "
-        "options here",
+        help='many prompts: JSON Lines of {"prompt": TEXT}, with an id, and max_new_tokens, seed, '
+        "stop, temperature, top_p and so on where they differ from the options here",
     )
     add("--serve", action="store_true", help="answer requests over HTTP at POST /v1/completions")
 

@@ -1,18 +1,19 @@
 """What a completion request may say, and the shape of the answers, as OpenAI's API has them.
 
-https://platform.openai.com/docs/api-reference/completions. Beyond it: `top_k`, `min_p` and
-`repetition_penalty`. What is not there is refused by name and never left out in silence.
+https://platform.openai.com/docs/api-reference/completions. Beyond it: `top_k`, `min_p`, `typical_p`
+and `repetition_penalty`. What is not there is refused by name and never left out in silence.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from data.tokenizers import Tokenizer
+from generation.engine import Piece
 from generation.json_fields import (
     ANYTHING,
     FLAG,
@@ -23,6 +24,7 @@ from generation.json_fields import (
     WHOLE,
     FieldError,
     check_fields,
+    read_bias,
     read_object,
     shown,
 )
@@ -33,6 +35,7 @@ from model.sampling import SamplingOptions
 MAX_BODY = 1 << 20  # bytes
 MAX_PROMPTS = 64
 MAX_N = 16
+MAX_LOGPROBS = 5
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256  # characters
 DEFAULT_MAX_TOKENS = 16
@@ -42,16 +45,16 @@ SAMPLING = {
     "top_p": NUMBER,
     "top_k": WHOLE,
     "min_p": NUMBER,
+    "typical_p": NUMBER,
     "repetition_penalty": NUMBER,
+    "presence_penalty": NUMBER,
+    "frequency_penalty": NUMBER,
+    "logit_bias": OBJECT,
 }
 # Known to OpenAI's API but not to ours: nothing but the value that changes nothing is taken.
 WITHOUT_EFFECT: dict[str, tuple[str, Any]] = {
-    "presence_penalty": (NUMBER, 0),
-    "frequency_penalty": (NUMBER, 0),
-    "logit_bias": (OBJECT, {}),
     "suffix": (TEXT, ""),
     "best_of": (WHOLE, 1),
-    "logprobs": (WHOLE, None),
 }
 FIELDS = {
     "model": TEXT,
@@ -64,6 +67,7 @@ FIELDS = {
     "stream_options": OBJECT,
     "echo": FLAG,
     "user": TEXT,
+    "logprobs": WHOLE,
     **SAMPLING,
     **{name: kind for name, (kind, _) in WITHOUT_EFFECT.items()},
 }
@@ -118,7 +122,8 @@ def read_completion(
         n = _within(body, "n", 1, 1, MAX_N)
         max_tokens = _within(body, "max_tokens", DEFAULT_MAX_TOKENS, 1, context_length)
         stop = _stops(body)
-        options = SamplingOptions(**{name: body[name] for name in SAMPLING if name in body})
+        options = _options(body)
+        logprobs = _logprobs(body, tokenizer.vocab_size)
         prompts = _prompts(body.get("prompt"), tokenizer)
         if n * len(prompts) > max_choices:
             raise FieldError(
@@ -136,6 +141,7 @@ def read_completion(
                     options=options,
                     seed=seed + i,
                     eos_id=tokenizer.eos_id,
+                    logprobs=logprobs,
                 )
                 for _, ids in prompts
                 for i in range(n)
@@ -155,7 +161,7 @@ def read_completion(
 def bad_request(error: ValueError) -> ApiError:
     """The answer to a value out of range, whose message begins with NAME=VALUE."""
     message = str(error).replace("max_new_tokens=", "max_tokens=")
-    name = message.partition("=")[0]
+    name = message.partition("=")[0].partition(" ")[0]
     return ApiError(400, message, param=_param(name))
 
 
@@ -185,6 +191,21 @@ def _within(body: dict[str, Any], name: str, default: int, low: int, high: int) 
     if not low <= value <= high:
         raise FieldError(name, f"{name}={shown(value)} must be from {low} to {high}")
     return value
+
+
+def _options(body: dict[str, Any]) -> SamplingOptions:
+    options = {name: body[name] for name in SAMPLING if name in body}
+    if "logit_bias" in options:
+        options["logit_bias"] = read_bias(options["logit_bias"])
+    return SamplingOptions(**options)
+
+
+def _logprobs(body: dict[str, Any], vocab_size: int) -> int | None:
+    if "logprobs" not in body:
+        return None
+    if body.get("echo"):
+        raise FieldError("logprobs", "logprobs of the prompt, with echo=true, are not supported")
+    return min(_within(body, "logprobs", 0, 0, MAX_LOGPROBS), vocab_size)
 
 
 def _stops(body: dict[str, Any]) -> tuple[str, ...]:
@@ -254,8 +275,14 @@ def _include_usage(body: dict[str, Any]) -> bool:
 class Answer:
     """The bodies that answer one request: a whole one, or chunks while texts are made."""
 
-    def __init__(self, completion: Completion, model: str):
+    def __init__(self, completion: Completion, model: str, tokenizer: Tokenizer):
         self._completion = completion
+        self._tokenizer = tokenizer
+        count = len(completion.requests)
+        # What log-probabilities have been told of: so many tokens, and characters in them.
+        self._told = [0] * count
+        self._offsets = [0] * count
+        self._decoders = [tokenizer.stream() for _ in range(count)]
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -263,23 +290,59 @@ class Answer:
             "model": model,
         }
 
-    def whole(
-        self, texts: Sequence[str], reasons: Sequence[str | None], tokens: Sequence[int]
-    ) -> dict[str, Any]:
-        """Every choice complete."""
-        choices = [
-            _choice(index, self._completion.openings[index] + text, reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
-        ]
-        return self._head | {"choices": choices, "usage": self._usage(sum(tokens))}
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Every choice complete, in one piece each."""
+        openings = self._completion.openings
+        choices = [self._choice(piece, openings[piece.choice]) for piece in pieces]
+        tokens = sum(piece.tokens for piece in pieces)
+        return self._head | {"choices": choices, "usage": self._usage(tokens)}
 
-    def chunk(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    def openings(self) -> Iterator[dict[str, Any]]:
+        """Chunks for the prompts that are to be repeated."""
+        for index, text in enumerate(self._completion.openings):
+            if text:
+                yield self._head | {"choices": [_choice(index, text)]}
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
         """Some more text of one choice."""
-        return self._head | {"choices": [_choice(index, text, reason)]}
+        return self._head | {"choices": [self._choice(piece)]}
 
     def usage_chunk(self, completion_tokens: int) -> dict[str, Any]:
         """The last chunk where `include_usage` asks for it."""
         return self._head | {"choices": [], "usage": self._usage(completion_tokens)}
+
+    def _choice(self, piece: Piece, opening: str = "") -> dict[str, Any]:
+        logprobs = None
+        if piece.handle.request.logprobs is not None:
+            logprobs = self._new_logprobs(piece)
+        return _choice(piece.choice, opening + piece.text, piece.finish_reason, logprobs)
+
+    def _new_logprobs(self, piece: Piece) -> dict[str, list[Any]]:
+        """Those of the tokens since the last piece, a stop text's own included."""
+        choice = piece.choice
+        new = slice(self._told[choice], piece.tokens)
+        self._told[choice] = piece.tokens
+        tokens, logprobs = piece.handle.tokens[new], piece.handle.logprobs[new]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[choice])
+            self._offsets[choice] += len(self._decoders[choice].step(token))
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [entry.logprob for entry in logprobs],
+            "top_logprobs": [
+                {self._name(token): value for token, value in entry.top} for entry in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _name(self, token: int) -> str:
+        """The text of a token; bytes that are no whole characters as OpenAI writes them."""
+        raw = self._tokenizer.token_bytes[token]
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def _usage(self, completion_tokens: int) -> dict[str, int]:
         prompt_tokens = self._completion.prompt_tokens
@@ -290,5 +353,7 @@ class Answer:
         }
 
 
-def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+def _choice(
+    index: int, text: str, reason: str | None = None, logprobs: dict[str, list[Any]] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -31,6 +31,7 @@ class Piece(NamedTuple):
     text: str
     finish_reason: str | None  # "stop" or "length" with the last piece
     tokens: int  # produced by this request so far
+    handle: Handle
 
 
 Listener = Callable[[Piece | Exception], None]
@@ -155,7 +156,7 @@ class Engine:
             del self._jobs[handle], job.going[handle]
             job.ended = not job.going
             self._release(1)
-        job.listener(Piece(index, text, reason, len(handle.tokens)))
+        job.listener(Piece(index, text, reason, len(handle.tokens), handle))
 
     def _drop(self, job: Job) -> None:
         """Forget what is left of a job."""

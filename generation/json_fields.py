@@ -51,6 +51,18 @@ def check_fields(values: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
             raise FieldError(name, f"{name}={shown(value)} must be {kinds[name]}")
 
 
+def read_bias(value: Mapping[str, Any]) -> dict[int, float]:
+    """Return `logit_bias`, whose names are ids, as numbers; FieldError where they are not."""
+    bias = {}
+    for name, number in value.items():
+        if not (name.isascii() and name.isdecimal() and len(name) < 20):
+            raise FieldError("logit_bias", f"logit_bias names {shown(name)}, which is no id")
+        if not _is(number, NUMBER):
+            raise FieldError("logit_bias", f"logit_bias={shown(number)} must be a number")
+        bias[int(name)] = float(number)
+    return bias
+
+
 def shown(value: Any) -> str:
     """A value on one line, with its middle left out if it is long."""
     try:

@@ -1,8 +1,9 @@
 """`sample.py --prompts-file`: continue every prompt of a JSON Lines file, many at a time.
 
 A line is an object with `prompt` and, where it differs from the command line, `max_new_tokens`,
-`temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed`, `stop` (a text or several)
-and an `id` to tell its answer by. Answers come in the order of the prompts.
+the sampling options by their names there (`temperature`, `top_p`, ...; `logit_bias` is an object
+from ids to numbers), `seed`, `stop` (a text or several) and an `id` to tell its answer by. Answers
+come in the order of the prompts.
 """
 
 from __future__ import annotations
@@ -21,8 +22,18 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from data.tokenizers import Tokenizer
-from generation.command_line import ONLY_TO_SERVE, refuse_options
-from generation.json_fields import NAME, NUMBER, TEXT, TEXTS, WHOLE, check_fields, read_object
+from generation.command_line import ONLY_FOR_ONE, ONLY_TO_SERVE, refuse_options
+from generation.json_fields import (
+    NAME,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    TEXTS,
+    WHOLE,
+    check_fields,
+    read_bias,
+    read_object,
+)
 from generation.printing import say
 from generation.prompts import decode, encode_prompt
 from generation.session import open_run, sampling_options
@@ -36,7 +47,11 @@ SAMPLING = {
     "top_k": WHOLE,
     "top_p": NUMBER,
     "min_p": NUMBER,
+    "typical_p": NUMBER,
     "repetition_penalty": NUMBER,
+    "presence_penalty": NUMBER,
+    "frequency_penalty": NUMBER,
+    "logit_bias": OBJECT,
 }
 FIELDS = {
     "prompt": TEXT,
@@ -62,7 +77,7 @@ def continue_file(args: argparse.Namespace) -> None:
 
     Raises ValueError or OSError in one line, before anything is generated, for what cannot work.
     """
-    refuse_options(args, "--prompts-file", ["num_samples", *ONLY_TO_SERVE])
+    refuse_options(args, "--prompts-file", ["num_samples", *ONLY_FOR_ONE, *ONLY_TO_SERVE])
     defaults = sampling_options(args)
     check_output(args)
     raw = read_objects(args.prompts_file)
@@ -127,6 +142,8 @@ def parse_line(
             raise ValueError("there is no prompt")
         stop = line.get("stop", args.stop)
         options = {name: line[name] for name in SAMPLING if name in line}
+        if "logit_bias" in options:
+            options["logit_bias"] = read_bias(options["logit_bias"])
         request = Request(
             prompt=encode_prompt(line["prompt"], tokenizer),
             max_new_tokens=line.get("max_new_tokens", args.max_new_tokens),

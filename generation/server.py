@@ -11,11 +11,11 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from generation.command_line import refuse_options
+from generation.command_line import ONLY_FOR_ONE, refuse_options
 from generation.completions import (
     MAX_BODY,
     Answer,
@@ -50,8 +50,13 @@ FROM_EACH_REQUEST = (
     "top_k",
     "top_p",
     "min_p",
+    "typical_p",
     "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
     "seed",
+    *ONLY_FOR_ONE,
 )
 
 
@@ -214,7 +219,7 @@ def new_app(service: Service) -> "FastAPI":
         raw = await read_body(request)
         completion = await asyncio.to_thread(service.read, raw)
         job, updates = service.begin(completion)
-        answer = Answer(completion, service.model)
+        answer = Answer(completion, service.model, service.tokenizer)
         if completion.stream:
             events = stream_events(service.engine, job, updates, completion, answer)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -291,13 +296,11 @@ async def whole_answer(
 ) -> dict[str, Any]:
     """The answer once all texts are there."""
     count = len(completion.requests)
-    texts, tokens = [""] * count, [0] * count
-    reasons: list[str | None] = [None] * count
+    texts, last = [""] * count, {}
     async for piece in pieces_of(updates, completion):
         texts[piece.choice] += piece.text
-        tokens[piece.choice] = piece.tokens
-        reasons[piece.choice] = piece.finish_reason
-    return answer.whole(texts, reasons, tokens)
+        last[piece.choice] = piece
+    return answer.whole([last[i]._replace(text=texts[i]) for i in range(count)])
 
 
 async def stream_events(
@@ -313,12 +316,12 @@ async def stream_events(
     """
     tokens = [0] * len(completion.requests)
     try:
-        for event in echoed(completion.openings, answer):
-            yield event
+        for opening in answer.openings():
+            yield as_event(opening)
         async for piece in pieces_of(updates, completion):
             tokens[piece.choice] = piece.tokens
             if piece.text or piece.finish_reason:
-                yield as_event(answer.chunk(piece.choice, piece.text, piece.finish_reason))
+                yield as_event(answer.chunk(piece))
         if completion.include_usage:
             yield as_event(answer.usage_chunk(sum(tokens)))
         yield b"data: [DONE]\n\n"
@@ -326,11 +329,6 @@ async def stream_events(
         yield as_event(error.body())
     finally:
         engine.cancel(job)
-
-
-def echoed(openings: Sequence[str], answer: Answer) -> list[bytes]:
-    """The events for the prompts that are to be repeated."""
-    return [as_event(answer.chunk(i, text, None)) for i, text in enumerate(openings) if text]
 
 
 def as_event(body: dict[str, Any]) -> bytes:

@@ -20,7 +20,14 @@ from torch import Tensor
 from model.decoder import Decoder
 from model.generate import Generator, compute_dtype
 from model.paged_cache import BlockPool, PagedCache, PagedSequence
-from model.sampling import SamplingOptions, choose, keep_first
+from model.sampling import (
+    Occurrences,
+    SamplingOptions,
+    TokenLogprob,
+    choose,
+    keep_first,
+    token_logprobs,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +39,20 @@ class Request:
     options: SamplingOptions = field(default_factory=SamplingOptions)
     seed: int = 0
     eos_id: int | None = None
+    logprobs: int | None = None
 
 
 @dataclass(eq=False, slots=True)
 class Handle:
     """A request that has been submitted and what has become of it.
 
-    `end` is None while it waits or runs, then "length", "eos", "context" or "stopped".
+    `end` is None while it waits or runs, then "length", "eos", "context" or "stopped". `logprobs`
+    holds one entry per token, where the request asks for them.
     """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     end: str | None = None
 
 
@@ -61,7 +71,7 @@ class _Row:
     sequence: PagedSequence
     prompt_logits: Tensor  # (V,), of the first new token
     generator: torch.Generator
-    seen: Tensor | None  # (V,) marks of the ids so far, where a repetition penalty wants them
+    occurrences: Occurrences
 
 
 class ContinuousBatch:
@@ -153,6 +163,7 @@ class ContinuousBatch:
     def check(self, request: Request) -> None:
         """Raise ValueError in one line for a request that can never be met."""
         self._single.check(request.prompt, request.max_new_tokens, seed=request.seed)
+        self._single.check_choice(request.options, request.logprobs)
         tokens = self._longest(request)
         if self._pool.blocks_for(tokens) > self._pool.blocks:
             raise ValueError(
@@ -212,7 +223,10 @@ class ContinuousBatch:
         sequence, logits = self._read_prompt(request) if twin is None else _follow(twin)
         sequence.reserve(self._longest(request))
         self._waiting.popleft()
-        row = _Row(handle, sequence, logits, self._new_generator(request), self._seen(request))
+        generator = torch.Generator(self._pool.device).manual_seed(request.seed)
+        prompt = torch.tensor([request.prompt], device=self._pool.device)
+        occurrences = Occurrences(request.options, prompt, self._config.vocab_size)
+        row = _Row(handle, sequence, logits, generator, occurrences)
         self._rows.append(row)
         self._view = None
         return row
@@ -233,16 +247,6 @@ class ContinuousBatch:
             sequence.release()
             raise
         return sequence, logits[0].clone()
-
-    def _new_generator(self, request: Request) -> torch.Generator:
-        return torch.Generator(self._pool.device).manual_seed(request.seed)
-
-    def _seen(self, request: Request) -> Tensor | None:
-        if request.options.repetition_penalty == 1:
-            return None
-        seen = torch.zeros(self._config.vocab_size, dtype=torch.bool, device=self._pool.device)
-        seen[torch.tensor(request.prompt, device=self._pool.device)] = True
-        return seen
 
     def _end(self, row: _Row, why: str) -> None:
         row.handle.end = why
@@ -266,11 +270,15 @@ class ContinuousBatch:
     def _produce(self, rows: Sequence[_Row], logits: Tensor, step: Step) -> None:
         """Draw a token for every row from logits (B, V), keep it, and end what is done."""
         tokens = self._draw(rows, logits)
-        for row, token in zip(tuple(rows), tokens, strict=True):
+        for row, token, row_logits in zip(tuple(rows), tokens, logits, strict=True):
             handle = row.handle
             if token == handle.request.eos_id:
                 self._end(row, "eos")
             else:
+                if handle.request.logprobs is not None:
+                    handle.logprobs += token_logprobs(
+                        row_logits[None], [token], handle.request.logprobs
+                    )
                 handle.tokens.append(token)
                 step.tokens.append((handle, token))
                 if len(handle.tokens) == handle.request.max_new_tokens:
@@ -284,20 +292,25 @@ class ContinuousBatch:
         """One token for every row; rows with equal options are drawn together."""
         drawn = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         for options, members in _by_options(rows):
-            generators = [rows[i].generator for i in members]
-            marks = [seen for i in members if (seen := rows[i].seen) is not None]
-            seen = torch.stack(marks) if marks else None
-            drawn[members] = choose(logits[members], options, generators, seen)
-        tokens = drawn.tolist()
-        for row, token in zip(rows, tokens, strict=True):
-            if row.seen is not None:
-                row.seen[token] = True
-        return tokens
+            group = [rows[i] for i in members]
+            seen = _joined([row.occurrences.seen for row in group])
+            counts = _joined([row.occurrences.counts for row in group])
+            generators = [row.generator for row in group]
+            drawn[members] = choose(logits[members], options, generators, seen, counts)
+        for row, token in zip(rows, drawn.split(1), strict=True):
+            row.occurrences.record(token)
+        return drawn.tolist()
 
 
 def _follow(twin: _Row) -> tuple[PagedSequence, Tensor]:
     """A sequence that begins with the prompt of another row, and its logits (V,)."""
     return twin.sequence.fork(len(twin.handle.request.prompt)), twin.prompt_logits
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Rows (1, V) as one (B, V), or None where equal options need none."""
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
 
 
 def _by_options(rows: Iterable[_Row]) -> list[tuple[SamplingOptions, list[int]]]:

@@ -84,6 +84,7 @@ LINES: list[dict[str, Any]] = [
     {"prompt": "déf 中", "temperature": 0, "id": 7},
     {"prompt": "", "seed": 12, "top_k": 3},
     {"prompt": "xyz: ", "top_p": 0.7, "min_p": 0.01, "repetition_penalty": 1.3},
+    {"prompt": "abc", "presence_penalty": 0.9, "frequency_penalty": -0.3, "typical_p": 0.9},
     {"prompt": "abc", "temperature": None},
 ]
 
@@ -94,7 +95,7 @@ def test_each_answer_is_that_of_a_call_of_its_own(
 ) -> None:
     how = ["--max-new-tokens", "9", "--temperature", "1.5", "--seed", "40"]
     answers = answered(prompts(*LINES), *how, "--max-concurrent", concurrent)
-    assert [answer["id"] for answer in answers] == [1, "long", 7, 4, 5, 6]
+    assert [answer["id"] for answer in answers] == [1, "long", 7, 4, 5, 6, 7]
     for i, (line, answer) in enumerate(zip(LINES, answers, strict=True)):
         own = [f"--{name.replace('_', '-')}={value}" for name, value in line.items() if value]
         own = [option for option in own if not option.startswith(("--prompt", "--id"))]
@@ -103,7 +104,7 @@ def test_each_answer_is_that_of_a_call_of_its_own(
         seed = str(line.get("seed", 40 + i))
         expected = alone(run, capsys, line["prompt"], *how, "--seed", seed, *own)
         assert answer["text"] == expected
-    assert [answer["tokens"] for answer in answers] == [5, 3, 9, 9, 9, 9]
+    assert [answer["tokens"] for answer in answers] == [5, 3, 9, 9, 9, 9, 9]
     assert {answer["finish_reason"] for answer in answers} == {"length"}
 
 
@@ -175,6 +176,8 @@ def test_answers_go_to_a_file_and_blank_lines_are_passed_over(
         ({"prompt": "a", "seed": -1}, ":2: seed=-1 must be"),
         ({"prompt": "a", "stop": ""}, ":2: a stop text must not be empty"),
         ({"prompt": "a", "stop": ["b", 3]}, ":2: stop=['b', 3] must be a text or a list"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, ":2: logit_bias names 'a', which is no id"),
+        ({"prompt": "a", "logit_bias": {"90": 1}}, ":2: logit_bias names the id 90"),
         ({"prompt": "a", "id": 1.5}, ":2: id=1.5 must be a text or a whole number"),
     ],
 )
@@ -203,6 +206,7 @@ def test_bad_files_and_options_are_one_line(prompts, refused, tmp_path: Path) ->
     assert "--num-samples has no meaning with --prompts-file" in refused(
         *file, "--num-samples", "2"
     )
+    assert "--beams has no meaning with --prompts-file" in refused(*file, "--beams", "2")
     assert "--port has no meaning with --prompts-file" in refused(*file, "--port", "1")
     assert "--no-cache reads one prompt at a time" in refused(*file, "--no-cache")
     assert "at_limit=slide goes on with one prompt" in refused(*file, "--at-limit", "slide")

@@ -19,6 +19,7 @@ import openai
 import pytest
 import torch
 
+from data.tokenizers import Tokenizer
 from generation.printing import BETWEEN_SAMPLES
 from sample import main
 from tests.generation.serving import Serving, serving, wait_until
@@ -92,6 +93,12 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any] | str]:
             yield data if data == "[DONE]" else json.loads(data)
 
 
+def whole_text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The characters that some ids complete."""
+    decoder = tokenizer.stream()
+    return "".join(decoder.step(token) for token in ids)
+
+
 # Texts
 
 
@@ -117,12 +124,16 @@ def test_choices_and_options_are_those_of_the_command_line(client, printed) -> N
         max_tokens=20,
         temperature=1.7,
         top_p=0.9,
-        extra_body={"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2},
+        presence_penalty=0.5,
+        frequency_penalty=-0.1,
+        logit_bias={"70": 3, "71": -100},
+        extra_body={"top_k": 40, "min_p": 0.01, "typical_p": 0.95, "repetition_penalty": 1.2},
     )
     expected = printed(
         *["xyz", "--num-samples", "3", "--seed", "5", "--max-new-tokens", "20"],
         *["--temperature", "1.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.01"],
-        *["--repetition-penalty", "1.2"],
+        *["--repetition-penalty", "1.2", "--typical-p", "0.95", "--presence-penalty", "0.5"],
+        *["--frequency-penalty=-0.1", "--logit-bias", "70=3", "--logit-bias", "71=-100"],
     )
     assert [choice.text for choice in answer.choices] == expected
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
@@ -177,6 +188,39 @@ def test_why_a_text_ends(client, server: Serving) -> None:
     )
     assert {choice.finish_reason for choice in hot.choices} == {"stop", "length"}
     assert hot.usage.completion_tokens < 16 * 47
+
+
+def test_logprobs_are_the_models_own(client, server: Serving) -> None:
+    tokenizer, model = server.service.tokenizer, server.service.engine._texts.batch._single.model
+    prompt = [5, 70, 71, 9]
+    how = {"model": "tiny", "prompt": [prompt], "max_tokens": 12, "seed": 2, "temperature": 2}
+    answer = client.completions.create(**how, logprobs=2).choices[0]
+    handle = server.handles[-1]
+    log_p = model(torch.tensor([prompt + handle.tokens])).logits[0].log_softmax(-1)[3:-1]
+    said, top = answer.logprobs, log_p.topk(2)
+    chosen = log_p.gather(1, torch.tensor(handle.tokens)[:, None])[:, 0].tolist()
+    assert said.token_logprobs == pytest.approx(chosen, abs=1e-4)
+    for entry, values in zip(said.top_logprobs, top.values.tolist(), strict=True):
+        assert list(entry.values()) == pytest.approx(values, abs=1e-4)
+    offsets = [len(whole_text(tokenizer, handle.tokens[:i])) for i in range(12)]
+    assert said.text_offset == offsets
+    raw = [tokenizer.token_bytes[token] for token in handle.tokens]
+    for name, token_bytes in zip(said.tokens, raw, strict=True):
+        if name.startswith("bytes:"):
+            assert name == "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+        else:
+            assert name.encode() == token_bytes
+    assert any(name.startswith("bytes:") for name in said.tokens)
+    # In a stream they come in parts.
+    parts = [
+        chunk.choices[0] for chunk in client.completions.create(**how, logprobs=2, stream=True)
+    ]
+    for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        joined = [value for part in parts for value in getattr(part.logprobs, field)]
+        assert joined == getattr(said, field)
+    assert (
+        client.completions.create(**how, logprobs=0).choices[0].logprobs.top_logprobs == [{}] * 12
+    )
 
 
 # Streams
@@ -363,7 +407,12 @@ def test_clients_raise_the_error_that_fits(client) -> None:
         ({"prompt": "a", "seed": 2**63}, "must be a number from 0 to"),
         ({"prompt": "a", "temperature": "hot"}, "temperature='hot' must be a number"),
         ({"prompt": "a", "temperature": 10**400}, "must be a number"),
-        ({"prompt": "a", "logprobs": 1}, "logprobs=1 is not supported; leave it out"),
+        ({"prompt": "a", "logprobs": 6}, "logprobs=6 must be from 0 to 5"),
+        ({"prompt": "a", "logprobs": 1, "echo": True}, "with echo=true, are not supported"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias names 'x', which is no id"),
+        ({"prompt": "a", "logit_bias": {"1": None}}, "logit_bias=None must be a number"),
+        ({"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias names the id 999"),
+        ({"prompt": "a", "logit_bias": {"1": 101}}, "must be from -100 to 100"),
         ({"prompt": "a", "best_of": 2}, "best_of=2 is not supported"),
         ({"prompt": "a", "suffix": "b"}, "suffix='b' is not supported"),
         ({"prompt": "a", "max_token": 3}, "unknown field 'max_token'; did you mean 'max_tokens'?"),
@@ -394,6 +443,7 @@ def test_what_is_wrong_is_400_and_one_line(server: Serving, body: Any, message: 
         (b'{"prompt": "a", "\\ud83d": 1}', "unknown field '\\ud83d'"),
         (b'{"prompt": "a", "top_p": NaN}', "top_p=nan must be"),
         (b'{"prompt": "a", "temperature": Infinity}', "temperature=inf must be"),
+        (b'{"prompt": "a", "presence_penalty": 1e999}', "presence_penalty=inf must be a finite"),
     ],
 )
 def test_bytes_that_are_no_request_are_400(server: Serving, raw: bytes, message: str) -> None:

@@ -48,14 +48,17 @@ def good(dice: random.Random) -> dict[str, Any]:
         "stop": dice.choice(["a", "中", ["x", "bc"], "no end like this"]),
         "echo": dice.choice([True, False]),
         "user": "someone",
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "logit_bias": {},
+        "presence_penalty": dice.choice([0, 1.5, -1e30]),
+        "frequency_penalty": dice.choice([0.0, -0.5, 1e30]),
+        "logit_bias": dice.choice([{}, {"0": 5, "3": -100.0}]),
+        "typical_p": dice.choice([0.5, 1]),
         "suffix": None,
         "stream_options": None,
     }
     for name in dice.sample(sorted(fields), dice.randint(0, 8)):
         body[name] = fields[name]
+    if "echo" not in body:
+        body["logprobs"] = dice.choice([None, None, 0, 5])
     if dice.random() < 0.95:
         body["max_tokens"] = dice.randint(1, 5)
     if dice.random() < 0.3:
@@ -103,9 +106,10 @@ def bad(dice: random.Random) -> tuple[dict[str, Any], int]:
         "stream": dice.choice([1, "false", {}]),
         "stream_options": dice.choice([{"include_usage": 1}, {"more": True}, [], "usage"]),
         "user": not_a_text,
-        "presence_penalty": dice.choice([3, not_a_number]),
-        "frequency_penalty": dice.choice([-3, not_a_number]),
-        "logit_bias": dice.choice([[], "1", {"99999": 1}]),
+        "typical_p": dice.choice([0, 2, not_a_number]),
+        "presence_penalty": not_a_number,
+        "frequency_penalty": not_a_number,
+        "logit_bias": dice.choice([[], "1", {"99999": 1}, {"-1": 1}, {"1": "x"}, {"1": 101}]),
         "logprobs": dice.choice([-1, 100, "yes"]),
         "best_of": dice.choice([5, "x"]),
         "suffix": dice.choice(["end", 3]),

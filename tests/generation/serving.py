@@ -33,7 +33,9 @@ class Serving:
     @property
     def is_empty(self) -> bool:
         free, blocks = self.service.engine.blocks
-        return self.service.engine.active == 0 and free == blocks
+        engine = self.service.engine
+        nothing_kept = not (engine._jobs or engine._texts._texts)
+        return engine.active == 0 and free == blocks and nothing_kept
 
 
 @contextlib.contextmanager

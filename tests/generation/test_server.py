@@ -163,8 +163,11 @@ def test_many_prompts_as_texts_and_as_ids(client, server: Serving) -> None:
         ]
 
 
-def test_without_a_seed_texts_differ(client) -> None:
-    answers = [client.completions.create(model="tiny", prompt="abc") for _ in range(2)]
+def test_without_a_seed_texts_differ(client, server: Serving) -> None:
+    no_end = {str(server.service.tokenizer.eos_id): -100}
+    answers = [
+        client.completions.create(model="tiny", prompt="abc", logit_bias=no_end) for _ in range(2)
+    ]
     assert answers[0].choices[0].text != answers[1].choices[0].text
     assert answers[0].usage.completion_tokens == 16
     assert answers[0].id != answers[1].id
@@ -274,7 +277,7 @@ def test_pieces_never_cut_a_character_and_honour_stop_texts(client, server: Serv
 
 
 def test_the_end_of_a_stream_is_marked(server: Serving) -> None:
-    body = {"prompt": "abc", "stream": True, "max_tokens": 3}
+    body = {"prompt": "abc", "stream": True, "max_tokens": 3, "temperature": 0}
     response = post(server, body)
     assert response.headers["content-type"].startswith("text/event-stream")
     *chunks, last = events(response)

@@ -9,15 +9,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from generation.command_line import BAD_INPUT, ONLY_FOR_MANY, parse, refuse_options
-from generation.printing import (
+from serving.command_line import BAD_INPUT, ONLY_FOR_MANY, parse, refuse_options
+from serving.printing import (
     print_samples,
     say,
     say_cache_error,
     say_limit,
     say_logprobs,
 )
-from generation.prompts import encode_prompt, read_prompt
+from serving.prompts import encode_prompt, read_prompt
 
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C,
 BROKEN_PIPE = 141  # and for one whose reader went away
@@ -45,19 +45,19 @@ def run(args: argparse.Namespace) -> None:
     """Do what the command line asks for."""
     # Each use is imported only once the command line has been read: PyTorch takes seconds.
     if args.score is not None:
-        from generation.score import score
+        from serving.score import score
 
         score(args)
     elif args.interactive:
-        from generation.interactive import interact
+        from serving.interactive import interact
 
         interact(args)
     elif args.serve:
-        from generation.server import serve
+        from serving.server import serve
 
         serve(args)
     elif args.prompts_file is not None:
-        from generation.prompts_file import continue_file
+        from serving.prompts_file import continue_file
 
         continue_file(args)
     else:
@@ -66,10 +66,10 @@ def run(args: argparse.Namespace) -> None:
 
 def sample(args: argparse.Namespace) -> None:
     """Continue one prompt and print it."""
-    from generation.methods import check_method, start
-    from generation.session import open_run, sampling_options
     from model.generate import Generation
     from model.text_stream import stream_text
+    from serving.methods import check_method, start
+    from serving.session import open_run, sampling_options
 
     refuse_options(args, "a single prompt", ONLY_FOR_MANY)
     options = sampling_options(args)

@@ -101,9 +101,9 @@ class ContinuousBatch:
         vocab_size: int | None = None,
         at_limit: str = "stop",
     ):
-        if at_limit == "slide":
+        if at_limit in ("slide", "stream"):
             raise ValueError(
-                "at_limit=slide goes on with one prompt at a time; a batch takes stop or error"
+                f"at_limit={at_limit} goes on with one prompt at a time; a batch takes stop or error"
             )
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch} must be at least 1")

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from data.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
-from generation.printing import BETWEEN_SAMPLES
 from model.checkpoint import mark_best, save_checkpoint
 from model.config import ModelConfig
 from model.decoder import Decoder
 from sample import main
+from serving.printing import BETWEEN_SAMPLES
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ModelConfig(context_length=32, n_layer=1, n_head=2, n_embd=16, init_std=0.2)

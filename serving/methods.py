@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from generation.command_line import TEMPERATURE
-from generation.session import Session
 from model.beam import Beam, beam_search
 from model.drafts import LookUp
 from model.generate import Generator, Report
@@ -20,6 +18,8 @@ from model.load import check_tokenizer, load_model
 from model.sampling import SamplingOptions, TokenLogprob
 from model.speculative import speculate
 from model.text_stream import TokenStream
+from serving.command_line import TEMPERATURE
+from serving.session import Session
 
 DRAFT_TOKENS = 5
 LENGTH_PENALTY = 1.0

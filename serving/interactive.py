@@ -13,13 +13,13 @@ import difflib
 import sys
 from collections.abc import Callable, Iterator
 
-from generation.command_line import build_parser
-from generation.looking import describe_last_look
-from generation.printing import print_samples, say, say_limit, use_utf8
-from generation.prompts import decode, encode_prompt
-from generation.session import Session, open_run, sampling_options
 from model.generate import Generation
 from model.text_stream import Piece, stream_text
+from serving.command_line import build_parser
+from serving.looking import describe_last_look
+from serving.printing import print_samples, say, say_limit, use_utf8
+from serving.prompts import decode, encode_prompt
+from serving.session import Session, open_run, sampling_options
 
 # Options of the command line that are commands here, under the same names.
 SETTINGS = (

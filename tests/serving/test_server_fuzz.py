@@ -14,8 +14,8 @@ import httpx
 import pytest
 import torch
 
-from tests.generation.serving import Serving, serving
-from tests.generation.tiny_run import make_tiny_run
+from tests.serving.serving import Serving, serving
+from tests.serving.tiny_run import make_tiny_run
 
 CONTEXT = 24
 ALPHABET = "abc déf\nxyz: 中"

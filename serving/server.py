@@ -1,7 +1,7 @@
 """`sample.py --serve`: a small OpenAI-compatible completions endpoint.
 
 POST /v1/completions, GET /v1/models, GET /health. The server library runs in the main thread and
-only moves text; one other thread generates (see `generation.engine`).
+only moves text; one other thread generates (see `serving.engine`).
 """
 
 # No postponed annotations here: the server library looks at those of the handlers.
@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from generation.command_line import ONLY_FOR_ONE, refuse_options
-from generation.completions import (
+from model.checkpoint import resolve_run
+from serving.command_line import ONLY_FOR_ONE, refuse_options
+from serving.completions import (
     MAX_BODY,
     Answer,
     ApiError,
@@ -24,11 +25,10 @@ from generation.completions import (
     bad_request,
     read_completion,
 )
-from generation.engine import Closed, Engine, Full, Job, Piece
-from generation.printing import say
-from generation.session import Session, open_run
-from generation.texts import open_batch
-from model.checkpoint import resolve_run
+from serving.engine import Closed, Engine, Full, Job, Piece
+from serving.printing import say
+from serving.session import Session, open_run
+from serving.texts import open_batch
 
 if TYPE_CHECKING:
     import uvicorn

@@ -8,13 +8,26 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from generation.printing import say
+from serving.printing import say
 
 BAD_INPUT = 2
 COMPILING_PAYS = 10_000  # new tokens
 TEMPERATURE = 0.8
 ONLY_TO_SERVE = ("host", "port", "max_waiting")
-ONLY_FOR_ONE = ("logprobs", "draft", "lookup", "beams", "draft_tokens", "length_penalty")
+ONLY_FOR_ONE = (
+    "logprobs",
+    "draft",
+    "lookup",
+    "beams",
+    "draft_tokens",
+    "length_penalty",
+    "cache",
+    "sinks",
+    "budget",
+    "compile",
+    "interactive",
+    "score",
+)
 ONLY_FOR_MANY = (*ONLY_TO_SERVE, "output", "max_concurrent", "cache_tokens")
 
 EXAMPLES = r"""

@@ -22,8 +22,11 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from data.tokenizers import Tokenizer
-from generation.command_line import ONLY_FOR_ONE, ONLY_TO_SERVE, refuse_options
-from generation.json_fields import (
+from model.batching import Handle, Request
+from model.sampling import SamplingOptions
+from model.text_batch import TextBatch
+from serving.command_line import ONLY_FOR_ONE, ONLY_TO_SERVE, refuse_options
+from serving.json_fields import (
     NAME,
     NUMBER,
     OBJECT,
@@ -34,13 +37,10 @@ from generation.json_fields import (
     read_bias,
     read_object,
 )
-from generation.printing import say
-from generation.prompts import decode, encode_prompt
-from generation.session import open_run, sampling_options
-from generation.texts import finish_reason, open_batch
-from model.batching import Handle, Request
-from model.sampling import SamplingOptions
-from model.text_batch import TextBatch
+from serving.printing import say
+from serving.prompts import decode, encode_prompt
+from serving.session import open_run, sampling_options
+from serving.texts import finish_reason, open_batch
 
 SAMPLING = {
     "temperature": NUMBER,

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from data.tokenizers import Tokenizer
-from generation.command_line import COMPILING_PAYS
-from generation.printing import say
 from model.caches import CacheOptions
 from model.checkpoint import Checkpoint, is_checkpoint, resolve_run
 from model.config import ModelConfig
@@ -22,6 +20,8 @@ from model.decoder import Decoder
 from model.generate import Generator
 from model.load import check_tokenizer, load_model, longer_context
 from model.sampling import SamplingOptions
+from serving.command_line import COMPILING_PAYS
+from serving.printing import say
 from training.devices import probe_compiler, resolve_device, resolve_dtype
 
 SMALL_MODEL = 20_000_000  # parameters

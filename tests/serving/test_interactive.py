@@ -18,11 +18,11 @@ import torch
 from analysis.inside import inside
 from analysis.weights import row_weights
 from data.tokenizers import Tokenizer
-from generation.looking import describe_last_look, token_text
 from kernels.attention import Stats
 from model.generate import Generation
 from model.load import load_model
 from sample import main
+from serving.looking import describe_last_look, token_text
 from tests.model.tiny import tiny_model, tiny_tokens
 from tests.test_sample import ROOT, make_run
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from generation.command_line import parse
-from generation.server import Service, listen, new_server
-from generation.session import open_run
 from model.batching import Handle
+from serving.command_line import parse
+from serving.server import Service, listen, new_server
+from serving.session import open_run
 
 
 class Serving:

@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from data.tokenizers import Tokenizer
-from generation.printing import BETWEEN_SAMPLES
 from sample import main
-from tests.generation.serving import Serving, serving, wait_until
-from tests.generation.tiny_run import make_tiny_run
+from serving.printing import BETWEEN_SAMPLES
+from tests.serving.serving import Serving, serving, wait_until
+from tests.serving.tiny_run import make_tiny_run
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 48

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.tokenizers import Tokenizer
-from generation.engine import Piece
-from generation.json_fields import (
+from model.batching import Request
+from model.sampling import SamplingOptions
+from serving.engine import Piece
+from serving.json_fields import (
     ANYTHING,
     FLAG,
     NUMBER,
@@ -28,9 +30,7 @@ from generation.json_fields import (
     read_object,
     shown,
 )
-from generation.prompts import encode_prompt
-from model.batching import Request
-from model.sampling import SamplingOptions
+from serving.prompts import encode_prompt
 
 MAX_BODY = 1 << 20  # bytes
 MAX_PROMPTS = 64

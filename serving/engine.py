@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from generation.texts import finish_reason
 from model.batching import Handle, Request
 from model.text_batch import TextBatch
+from serving.texts import finish_reason
 
 
 class Full(Exception):
@@ -63,7 +63,7 @@ class Engine:
         self._orders: list[Callable[[], None]] = []
         self._active = 0  # requests taken and not ended
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
         self._thread.start()
 
     @property

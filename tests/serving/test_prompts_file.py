@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sample import main
-from tests.generation.tiny_run import make_tiny_run
+from tests.serving.tiny_run import make_tiny_run
 
 
 @pytest.fixture(autouse=True)

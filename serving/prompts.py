@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from generation.printing import say
+from serving.printing import say
 
 if TYPE_CHECKING:
     from data.tokenizers import Tokenizer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from generation.session import Session
 from model.batching import ContinuousBatch, Handle
+from model.decode import DecodeStep
 from model.text_batch import TextBatch
+from serving.session import Session
 
 FINISH_REASONS = {"eos": "stop", "stopped": "stop", "length": "length", "context": "length"}
 
@@ -18,7 +19,7 @@ def open_batch(args: argparse.Namespace, session: Session) -> TextBatch:
     if args.max_concurrent < 1:
         raise ValueError(f"max_concurrent={args.max_concurrent} must be at least 1")
     batch = ContinuousBatch(
-        session.model,
+        DecodeStep(session.model, weights=args.weights).model,
         max_batch=args.max_concurrent,
         cache_tokens=args.cache_tokens,
         vocab_size=session.tokenizer.vocab_size,

@@ -21,13 +21,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.tokenizers import Tokenizer
-from generation.printing import say
-from generation.prompts import read_text
-from generation.session import Session, open_run
 from model.kv_cache import FullCache, KVCache
 from model.scoring import Losses, score_stream, score_windows
 from model.streaming_cache import POSITIONS as STREAMING
 from model.streaming_cache import StreamingCache
+from serving.printing import say
+from serving.prompts import read_text
+from serving.session import Session, open_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

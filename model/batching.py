@@ -103,7 +103,7 @@ class ContinuousBatch:
     ):
         if at_limit in ("slide", "stream"):
             raise ValueError(
-                f"at_limit={at_limit} goes on with one prompt at a time; a batch takes stop or error"
+                f"at_limit={at_limit} is for one prompt at a time; a batch takes stop or error"
             )
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch} must be at least 1")

@@ -323,7 +323,7 @@ def test_bad_requests_are_one_line_and_change_nothing(model: Decoder) -> None:
         ({"max_batch": 0}, "max_batch=0 must be at least 1"),
         ({"block_size": 0}, "block_size=0 must be at least 1"),
         ({"cache_tokens": 15}, "cache_tokens=15 must hold at least a block of 16"),
-        ({"at_limit": "slide"}, "at_limit=slide goes on with one prompt at a time"),
+        ({"at_limit": "slide"}, "at_limit=slide is for one prompt at a time"),
         ({"at_limit": "wrap"}, "at_limit='wrap' is not one of"),
         ({"prefill_chunk": 0}, "prefill_chunk=0 must be at least 1"),
         ({"vocab_size": 18}, "the tokenizer has 18 ids, the model has 17"),

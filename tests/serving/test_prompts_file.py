@@ -209,7 +209,7 @@ def test_bad_files_and_options_are_one_line(prompts, refused, tmp_path: Path) ->
     assert "--beams has no meaning with --prompts-file" in refused(*file, "--beams", "2")
     assert "--port has no meaning with --prompts-file" in refused(*file, "--port", "1")
     assert "--no-cache reads one prompt at a time" in refused(*file, "--no-cache")
-    assert "at_limit=slide goes on with one prompt" in refused(*file, "--at-limit", "slide")
+    assert "at_limit=slide is for one prompt" in refused(*file, "--at-limit", "slide")
     assert "max_concurrent=0 must be at least 1" in refused(*file, "--max-concurrent", "0")
     error = refused(*file, "--cache-tokens", "16")
     assert ":1: a prompt of 3 tokens with max_new_tokens=500 needs room for 32" in error

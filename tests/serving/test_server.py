@@ -524,7 +524,7 @@ def test_what_cannot_be_served_is_one_line(run: Path, capsys, monkeypatch) -> No
     free = ["--port", "0"]
     assert "max_concurrent=0 must be at least 1" in refused(*free, "--max-concurrent", "0")
     assert "cache_tokens=3 must hold at least" in refused(*free, "--cache-tokens", "3")
-    assert "at_limit=slide goes on with one prompt" in refused(*free, "--at-limit", "slide")
+    assert "at_limit=slide is for one prompt" in refused(*free, "--at-limit", "slide")
     assert "--temperature has no meaning with --serve" in refused("--temperature", "1")
     assert "no run at" in refused(*free, "--run", str(run / "none"))
     monkeypatch.setitem(sys.modules, "uvicorn", None)

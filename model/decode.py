@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, cast
 
 import torch
@@ -81,6 +82,7 @@ class DecodeStep:
             self.model = with_linear_layers(model, RowLinear)
         on_cuda = device.type == "cuda"
         self.fixed_shapes = compiled and (on_cuda if fixed_shapes is None else fixed_shapes)
+        self._passed: set[tuple[object, ...]] = set()
         if compiled:  # nothing is compiled before the first call, but to load the compiler is slow
             self._views_compiled = torch.compile(self._views)
             mode = "reduce-overhead" if on_cuda else None  # CUDA graphs
@@ -110,7 +112,29 @@ class DecodeStep:
             return self._views(tokens, cache.keys, cache.values, places)
         torch._dynamo.maybe_mark_dynamic(places, 0)
         torch._dynamo.mark_dynamic(places, 1)
-        return self._views_compiled(tokens, cache.keys, cache.values, places)
+        with self._without_guards(tokens, cache):
+            return self._views_compiled(tokens, cache.keys, cache.values, places)
+
+    def _without_guards(self, tokens: Tensor, cache: Memory) -> AbstractContextManager[object]:
+        """Leave out the compiler's own checks once this very case has passed them.
+
+        Before every call it looks at each parameter and shape that it once relied on, which takes
+        as long as a small model's arithmetic. All that can change between calls is named here.
+        """
+        case = (
+            tokens.shape,
+            cache.keys[0].shape,
+            cache.keys[0].dtype,
+            cache.begin == 0,
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled(tokens.device.type),
+        )
+        if case in self._passed:
+            return torch.compiler.set_stance(skip_guard_eval_unsafe=True)
+        self._passed.add(case)
+        return nullcontext()
 
     def _views(
         self, tokens: Tensor, keys: list[Tensor], values: list[Tensor], places: Tensor

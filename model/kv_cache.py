@@ -90,7 +90,8 @@ class FullCache:
         self.capacity = config.context_length if capacity is None else capacity
         self.length = 0
         shape = (config.n_layer, 2, batch, config.kv_heads, self.capacity, config.head_size)
-        self._memory = torch.empty(shape, device=device, dtype=dtype)
+        # Read as a whole, places not yet used weigh nothing, but must be finite.
+        self._memory = torch.zeros(shape, device=device, dtype=dtype)
         # One tensor per layer, taken apart here and not once per token.
         self.keys = [layer[0] for layer in self._memory]  # (B, Hkv, capacity, D) each
         self.values = [layer[1] for layer in self._memory]

@@ -98,6 +98,21 @@ def test_a_compiled_generator_slides_as_the_eager_one_does_and_compiles_once():
     assert compilations() == 1
 
 
+@torch.inference_mode()
+def test_one_step_serves_batches_and_memories_of_several_sizes_in_any_order():
+    """Checks of the compiler are left out for cases that have passed them, and only for those."""
+    model = build(BASE)
+    step = DecodeStep(model, compiled=True)
+    for batch, capacity, read in [(1, 12, 3), (2, 12, 4), (1, 16, 5), (2, 12, 3), (1, 12, 6)]:
+        tokens = torch.randint(31, (batch, capacity))
+        uncached = model(tokens).logits
+        cache = FullCache(BASE, batch=batch, capacity=capacity)
+        model(tokens[:, :read], cache=cache)
+        for place in range(read, capacity):
+            logits = step(tokens[:, place : place + 1], cache)
+            torch.testing.assert_close(logits, uncached[:, place], rtol=0, atol=1e-4)
+
+
 def test_compiling_needs_the_cache():
     with pytest.raises(ValueError, match="use_cache=False"):
         Generator(build(BASE), use_cache=False, compiled=True)

@@ -121,3 +121,10 @@ def test_going_back_forgets_the_last_tokens_only() -> None:
     keys, values = cache.append(1, new_k, new_v)
     assert torch.equal(keys, torch.cat([k[:, :, :3], new_k], dim=2))
     assert torch.equal(values, torch.cat([v[:, :, :3], new_v], dim=2))
+
+
+def test_places_not_used_yet_are_finite():
+    """Attention that reads the whole memory gives them no weight, and 0 times NaN is NaN."""
+    torch.full((1 << 16,), float("nan"))  # what fresh memory may hold
+    cache = FullCache(CONFIG)
+    assert all(memory.isfinite().all() for memory in (*cache.keys, *cache.values))

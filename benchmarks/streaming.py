@@ -154,7 +154,7 @@ def memory_of_a_long_text(run: Run, count: int) -> str:
     Raises RuntimeError if the cache grew.
     """
     model, context = run.model, run.model.config.context_length
-    generator = Generator(model, at_limit="stream", vocab_size=run.known_ids)
+    generator = Generator(model, at_limit="stream", vocab_size=run.known_ids, compiled=True)
     prompt = texts(run.text, 1, context)[0].tolist()
     generation = generator.generate(prompt, max_new_tokens=count)
     sizes, peaks = [], []

@@ -170,7 +170,7 @@ class _Views:
         self._begin = begin
         self._end = end
         self.capacity = keys[0].shape[2]
-        self.length = end - 1
+        self.length = end - begin - 1  # tokens that are still in view
 
     def extend(self, n: int) -> Tensor:
         """Return the position of the new token, (B, 1)."""

@@ -98,6 +98,23 @@ def test_a_compiled_generator_slides_as_the_eager_one_does_and_compiles_once():
     assert compilations() == 1
 
 
+def test_a_compiled_generator_streams_as_the_eager_one_does():
+    """Far enough for the window to move through the memory and back to its front several times."""
+    model = build(BASE)
+    options = SamplingOptions(temperature=0, repetition_penalty=3.0)
+    found = [
+        Generator(model, at_limit="stream", compiled=compiled)
+        .generate([1, 2, 3], max_new_tokens=100, options=options, num_samples=samples)
+        .run()
+        .tokens
+        for samples in (1, 2)
+        for compiled in (False, True)
+    ]
+    assert found[0] == found[1]
+    assert found[2] == found[3] == [found[0][0]] * 2
+    assert compilations() <= 4  # the window at the front of the memory and behind it, 1 and 2 rows
+
+
 @torch.inference_mode()
 def test_one_step_serves_batches_and_memories_of_several_sizes_in_any_order():
     """Checks of the compiler are left out for cases that have passed them, and only for those."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 REMOVED = float("-inf")
 MAX_BIAS = 100  # of a logit: enough to force or to forbid a token for all purposes
+LARGEST = 1e30  # number to compute with; what is above it counts as this, so float32 holds results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,7 @@ def probabilities(logits: Tensor, options: SamplingOptions) -> Tensor:
     logits = at_least_float32(logits)
     # Counted from the largest, so that a tiny temperature cannot overflow; a smaller one than
     # float32 can hold would be rounded to 0.
-    temperature = max(options.temperature, torch.finfo(torch.float32).tiny)
+    temperature = max(_held(options.temperature), torch.finfo(torch.float32).tiny)
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     if options.top_k:
         logits = keep_top_k(logits, options.top_k)
@@ -248,6 +249,8 @@ def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     Positive logits are divided and negative ones multiplied (CTRL: Keskar et al. 2019,
     arXiv:1909.05858, section 4.1).
     """
+    logits = at_least_float32(logits)
+    penalty = max(_held(penalty), 1 / LARGEST)
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, penalised, logits)
 
@@ -258,7 +261,7 @@ def penalise_counts(logits: Tensor, counts: Tensor, presence: float, frequency: 
     `counts` (B, V) says how often; tokens of the prompt alone do not count. These are the
     penalties of OpenAI's completions interface; negative ones favour what was said.
     """
-    return at_least_float32(logits) - presence * (counts > 0) - frequency * counts
+    return at_least_float32(logits) - _held(presence) * (counts > 0) - _held(frequency) * counts
 
 
 def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
@@ -267,6 +270,11 @@ def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
     ids = torch.tensor(list(bias), device=logits.device)
     values = torch.tensor(list(bias.values()), device=logits.device, dtype=logits.dtype)
     return logits.index_add(-1, ids, values.expand(len(logits), -1))
+
+
+def _held(number: float) -> float:
+    """The number, or the nearest that is fit to compute with."""
+    return float(min(max(number, -LARGEST), LARGEST))
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

@@ -176,6 +176,27 @@ def test_a_tiny_temperature_is_the_most_likely_token_and_never_nan(temperature: 
     assert result.tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
+@pytest.mark.parametrize("huge", [1e39, 1e300, 10**20, 10**300])
+def test_a_huge_number_never_makes_nan(huge: float) -> None:
+    logits = torch.tensor([[3.0, 0.0, -1.0, -INF]])
+    for changes in (
+        {"temperature": huge},
+        {"presence_penalty": huge},
+        {"presence_penalty": -huge},
+        {"frequency_penalty": huge},
+        {"frequency_penalty": -huge, "presence_penalty": -huge},
+        {"repetition_penalty": huge},
+        {"repetition_penalty": 1 / huge, "presence_penalty": huge},
+    ):
+        options = SamplingOptions(**changes)
+        occurred = Occurrences(options, torch.tensor([[0]]), 4)
+        for token in (0, 2, 0):
+            occurred.record(torch.tensor([token]))
+        p = distribution(logits, options, occurred.seen, occurred.counts)
+        assert p.sum().item() == pytest.approx(1)
+        assert p[0, 3] == 0
+
+
 def test_temperature_zero_is_the_argmax_whatever_the_filters() -> None:
     logits = torch.randn(8, 50)
     options = SamplingOptions(temperature=0, top_k=3, top_p=0.1, min_p=0.9)

@@ -64,9 +64,11 @@ class Reader:
         read = 0 if self._cache is None else self._cache.length
         assert read <= len(text) - last
         unread = torch.tensor([text[read:]], device=self.device)
+        # Without a cache a part would not see those before it.
+        chunk = len(text) if self._cache is None else self._chunk
         parts = [
             self._forward(part, cache=self._cache, only_last=last == 1).logits[0]
-            for part in unread.split(self._chunk, dim=1)
+            for part in unread.split(chunk, dim=1)
         ]
         return torch.cat(parts)[-last:, : self.known_ids]
 

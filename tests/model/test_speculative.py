@@ -123,6 +123,16 @@ def test_drawn_tokens_are_the_same_with_and_without_caches() -> None:
         assert cached.tokens == run(model, draft, 16, use_cache=False, **how).tokens
 
 
+def test_a_chunk_of_the_prompt_sees_those_before_it_without_a_cache() -> None:
+    model = tiny_model()
+    how = {"max_new_tokens": 12, "options": VARIED}
+    settings = {"use_cache": False, "prefill_chunk": 2}
+    generator = Generator(model, **settings)
+    plain = generator.generate(PROMPT, **how).run()
+    for draft in (Generator(close_model(model), **settings), LookUp(3)):
+        assert speculate(generator, PROMPT, draft=draft, **how).run().tokens == plain.tokens
+
+
 def test_no_token_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     model, draft = tiny_model(), tiny_model()
     read, draft_read = record_lengths(model, monkeypatch), record_lengths(draft, monkeypatch)

@@ -26,9 +26,10 @@ class Chance:
         self._generator = generator
 
     def accept(self, probability: float) -> bool:
-        """Say yes with this probability; 1 and more is certain."""
-        if probability >= 1:
-            return True
+        """Say yes with this probability; 1 and more is certain.
+
+        Certain or not, it uses up one number: else rounding around 1 would change all later ones.
+        """
         uniform = torch.rand((), generator=self._generator, device=self._generator.device)
         return uniform.item() < probability
 

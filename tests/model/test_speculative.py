@@ -370,6 +370,16 @@ def test_a_sample_is_the_same_alone_or_with_others() -> None:
         )
 
 
+def test_a_draft_that_agrees_up_to_rounding_makes_samples_depend_on_no_other() -> None:
+    model = tiny_model()
+    options = SamplingOptions(temperature=1.5, top_p=0.95)
+    for seed in range(5):
+        together = run(model, model, 20, num_samples=3, seed=seed, options=options)
+        for i in range(3):
+            alone = run(model, model, 20, seed=seed + i, options=options)
+            assert alone.tokens[0] == together.tokens[i]
+
+
 def test_samples_of_a_prompt_that_is_all_prefix() -> None:
     model = tiny_model(mask="prefix", prefix=5)
     assert len(PROMPT) == 5

@@ -72,6 +72,7 @@ def stream_text(
                 yield Piece(sample, text, is_last=False)
             if texts[sample].stopped:
                 generation.stop(sample)
+                generation.ends[sample] = "stopped"  # also where this was the last token anyway
         for sample in [sample for sample in texts if generation.ends[sample]]:
             yield Piece(sample, texts.pop(sample).finish(), is_last=True)
 

@@ -103,6 +103,13 @@ def test_generation_stops_with_the_stop_text() -> None:
     assert generation.ends == ["stopped", "length"]
 
 
+def test_a_stop_text_that_the_last_token_completes_is_why_the_text_ended() -> None:
+    generation = Scripted([0, 1, 2], [0, 0, 0])
+    texts = collect_texts(generation, lambda: Bytes([b"a", b"S", b"T"]), ["ST"])
+    assert texts == ["a", "aaa"]
+    assert generation.ends == ["stopped", "length"]
+
+
 def first_completed(text: str, stop: list[str]) -> str:
     """Read character by character; the longest stop text that ends there counts."""
     for end in range(len(text) + 1):

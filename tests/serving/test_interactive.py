@@ -101,11 +101,16 @@ def test_lines_are_joined_by_a_backslash_and_a_slash_can_be_text(typed, sampled)
     assert typed("abc\r\n")[0] == sampled("--prompt", "abc")
 
 
-def test_a_stop_text_is_not_part_of_what_goes_on(typed, sampled, run: Path) -> None:
-    whole = sampled("--prompt", "abc", "--temperature", "0")
-    stop = whole[5:7]
-    out, _ = typed("abc\n\n", "--temperature", "0", "--stop", stop)
-    assert out == "abc" + whole[3 : whole.index(stop, 3)] + "\n" + "\n"
+@pytest.mark.parametrize("end", [7, 9])  # amid the new characters, and with the last of them
+def test_a_stop_text_is_not_part_of_what_goes_on(typed, sampled, end: int) -> None:
+    varied = ["--temperature", "0", "--repetition-penalty", "9"]
+    whole = sampled("--prompt", "abc", *varied)
+    stop = whole[end - 3 : end]
+    shown = whole[: whole.index(stop, 3)]
+    assert len(shown) == end - 3
+    more = sampled("--prompt", shown, "--seed", "1", "--stop", stop, *varied)
+    out, _ = typed("abc\n\n", "--stop", stop, *varied)
+    assert out == shown + "\n" + more.removeprefix(shown)
 
 
 def test_ctrl_c_stops_the_text_and_not_the_program(typed, sampled, monkeypatch) -> None:

@@ -346,8 +346,12 @@ def generate_batch(
     """
     if not generator.use_cache:
         raise ValueError("a batch needs the cache: use_cache=False reads one prompt at a time")
+    if not generator.cache.is_exact:
+        raise ValueError(
+            f"a batch keeps keys and values as they are: not cache={generator.cache.kind}"
+        )
     batch = ContinuousBatch(
-        generator.model,
+        generator.step.model,
         max_batch=max_batch,
         cache_tokens=cache_tokens,
         prefill_chunk=generator.prefill_chunk,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from model.batching import ContinuousBatch, Handle, Request, generate_batch
+from model.caches import CacheOptions
 from model.decoder import Decoder
 from model.generate import Generation, Generator
 from model.sampling import SamplingOptions
@@ -337,3 +338,15 @@ def test_bad_options_are_one_line(model: Decoder, options: dict, message: str) -
 def test_a_batch_needs_the_cache(model: Decoder) -> None:
     with pytest.raises(ValueError, match="a batch needs the cache"):
         generate_batch(Generator(model, use_cache=False), [[1]], max_new_tokens=1)
+    with pytest.raises(ValueError, match="not cache=int8"):
+        generate_batch(Generator(model, cache=CacheOptions(kind="int8")), [[1]], max_new_tokens=1)
+
+
+def test_a_batch_has_the_weights_of_the_generator(model: Decoder) -> None:
+    generator = Generator(model, weights="int8")
+    generator.step.model.lm_head.weight.neg_()  # so that the difference is one of tokens
+    how = {"max_new_tokens": 20, "options": VARIED}
+    prompts = [text(9), text(4)]
+    for prompt, handle in zip(prompts, generate_batch(generator, prompts, **how), strict=True):
+        assert handle.tokens == generator.generate(prompt, **how).run().tokens[0]
+        assert handle.tokens != Generator(model).generate(prompt, **how).run().tokens[0]

@@ -13,22 +13,27 @@ from serving.printing import say
 BAD_INPUT = 2
 COMPILING_PAYS = 10_000  # new tokens
 TEMPERATURE = 0.8
-ONLY_TO_SERVE = ("host", "port", "max_waiting")
-ONLY_FOR_ONE = (
-    "logprobs",
-    "draft",
-    "lookup",
-    "beams",
-    "draft_tokens",
-    "length_penalty",
-    "cache",
-    "sinks",
-    "budget",
-    "compile",
-    "interactive",
-    "score",
+METHODS = ("draft", "lookup", "beams", "draft_tokens", "length_penalty")
+CACHES = ("cache", "sinks", "budget")
+OF_EACH_TEXT = (
+    "num_samples",
+    "max_new_tokens",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
 )
+ONLY_TO_SERVE = ("host", "port", "max_waiting")
+ONLY_FOR_ONE = ("logprobs", *METHODS, *CACHES, "compile", "interactive", "score")
 ONLY_FOR_MANY = (*ONLY_TO_SERVE, "output", "max_concurrent", "cache_tokens")
+MANY = ("prompts_file", "serve")
 
 EXAMPLES = r"""
 examples:

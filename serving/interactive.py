@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from model.generate import Generation
 from model.text_stream import Piece, stream_text
-from serving.command_line import build_parser
+from serving.command_line import MANY, METHODS, ONLY_FOR_MANY, build_parser, refuse_options
 from serving.looking import describe_last_look
 from serving.printing import print_samples, say, say_limit, use_utf8
 from serving.prompts import decode, encode_prompt
@@ -54,6 +54,7 @@ class Quit(Exception):
 
 def interact(args: argparse.Namespace) -> None:
     """Load the model, then answer line after line until the input ends."""
+    refuse_options(args, "--interactive", (*MANY, *ONLY_FOR_MANY, *METHODS, "logprobs"))
     sampling_options(args)  # refuses what is out of range before the model is loaded
     session = open_run(args)
     interactive = Interactive(session, args)

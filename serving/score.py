@@ -25,9 +25,15 @@ from model.kv_cache import FullCache, KVCache
 from model.scoring import Losses, score_stream, score_windows
 from model.streaming_cache import POSITIONS as STREAMING
 from model.streaming_cache import StreamingCache
+from serving.command_line import CACHES, MANY, METHODS, OF_EACH_TEXT, ONLY_FOR_MANY, refuse_options
 from serving.printing import say
 from serving.prompts import read_text
 from serving.session import Session, open_run
+
+TO_GENERATE = (
+    *(*MANY, *ONLY_FOR_MANY, *OF_EACH_TEXT, *METHODS, *CACHES),
+    *("logprobs", "at_limit", "no_cache", "compile", "weights"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,7 @@ class Score:
 
 def score(args: argparse.Namespace) -> None:
     """Load the model, score the text, print one line."""
+    refuse_options(args, "--score", TO_GENERATE)
     text = read_text(args.score, "--score")
     name = "standard input" if args.score == "-" else args.score
     if not text:

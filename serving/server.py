@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from model.checkpoint import resolve_run
-from serving.command_line import ONLY_FOR_ONE, refuse_options
+from serving.command_line import OF_EACH_TEXT, ONLY_FOR_ONE, refuse_options
 from serving.completions import (
     MAX_BODY,
     Answer,
@@ -43,19 +43,7 @@ FROM_EACH_REQUEST = (
     "prompt_file",
     "prompts_file",
     "output",
-    "num_samples",
-    "max_new_tokens",
-    "stop",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
+    *OF_EACH_TEXT,
     *ONLY_FOR_ONE,
 )
 

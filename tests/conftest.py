@@ -15,9 +15,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 
-# It replaces distutils, which PyTorch's compiler imports, and complains if it comes second.
-import setuptools  # noqa: F401
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

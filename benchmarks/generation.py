@@ -179,8 +179,8 @@ def our_side(generator: Generator, prompt: Tensor, new: int) -> Side:
 
 def weight_bytes(model: Decoder) -> int:
     """Bytes of every matrix that is multiplied once per token."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "embed.weight"]
-    return sum(matrix.nbytes for matrix in matrices) + model.lm_head.weight.nbytes
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    return sum(layer.weight.nbytes for layer in layers)
 
 
 def bound_side(n_bytes: int) -> Side:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.kv_cache import Observer
+from model.kv_cache import Counted, Observer
 
 STAYS = float("inf")
 
 
-class EvictingCache(Observer):
+class EvictingCache(Counted, Observer):
     """At most `budget` tokens for each layer and key/value head, in the order of the text.
 
     A chunk sees what was kept before it, and all of itself; then tokens are dropped. Heads keep
@@ -33,8 +33,6 @@ class EvictingCache(Observer):
         sinks: how many first tokens are never dropped.
         recent: how many of the newest are never dropped.
     """
-
-    lengths: Tensor | None = None
 
     def __init__(
         self,
@@ -54,13 +52,10 @@ class EvictingCache(Observer):
         Raises ValueError as `check_evicting` does.
         """
         check_evicting(config, budget, sinks, recent)
-        self.batch = batch
-        self.capacity = config.context_length if capacity is None else capacity
+        super().__init__(config, batch, capacity, device)
         self.budget = budget
         self.sinks = sinks
         self.recent = _half_of_the_rest(budget, sinks) if recent is None else recent
-        self.length = 0  # tokens read
-        self._start = 0  # tokens read before the chunk under way
         places = min(budget, self.capacity)
         heads = (config.n_layer, batch, config.kv_heads)
         self._memory = torch.empty(
@@ -69,7 +64,6 @@ class EvictingCache(Observer):
         self._received = torch.zeros((*heads, places), device=device)
         self._kept = torch.zeros((*heads, places), device=device, dtype=torch.int64)
         self._chunk: tuple[Tensor, Tensor] | None = None  # keys, values of a layer under way
-        self._positions = torch.arange(self.capacity, device=device).expand(batch, -1)
 
     @property
     def nbytes(self) -> int:
@@ -82,17 +76,6 @@ class EvictingCache(Observer):
     def kept(self, layer: int) -> Tensor:
         """Positions in the text of the tokens that each head holds, (B, Hkv, S), ascending."""
         return self._kept[layer, :, :, : self._held(self.length)]
-
-    def extend(self, n: int) -> Tensor:
-        """Announce the next n tokens; return their positions in the text, (B, n)."""
-        if self.length + n > self.capacity:
-            raise ValueError(
-                f"the cache has read {self.length} of at most {self.capacity} tokens; "
-                f"{n} more do not fit"
-            )
-        self._start = self.length
-        self.length += n
-        return self._positions[:, self._start : self.length]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the kept keys and values and behind them k and v, (B, Hkv, S, D)."""

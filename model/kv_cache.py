@@ -67,13 +67,41 @@ class Observer(ABC):
         """Take the weight on each key that `append` returned last, (B, H, S), summed over rows."""
 
 
-class FullCache:
-    """Every key and value, in memory allocated once; attention reads views of it.
+class Counted:
+    """What caches share that count the same tokens for every sequence, up to a capacity.
 
     All sequences have the same length, so `lengths` is None and attention needs no lengths.
     """
 
     lengths: Tensor | None = None
+
+    def __init__(
+        self, config: ModelConfig, batch: int, capacity: int | None, device: torch.device | str
+    ):
+        self.batch = batch
+        self.capacity = config.context_length if capacity is None else capacity
+        self.length = 0
+        self._start = 0  # first of the places reserved last
+        self._positions = torch.arange(self.capacity, device=device).expand(batch, -1)
+
+    def extend(self, n: int) -> Tensor:
+        """Reserve the next n places; return their positions, (B, n).
+
+        Raises ValueError beyond the capacity, before anything is changed.
+        """
+        if self.length + n > self.capacity:
+            raise ValueError(
+                f"the cache holds {self.length} of at most {self.capacity} tokens; "
+                f"{n} more do not fit"
+            )
+        self._start = self.length
+        self.length += n
+        return self._positions[:, self._start : self.length]
+
+
+class FullCache(Counted):
+    """Every key and value, in memory allocated once; attention reads views of it."""
+
     begin = 0  # first slot that attention reads
 
     def __init__(
@@ -86,18 +114,13 @@ class FullCache:
         dtype: torch.dtype = torch.float32,
     ):
         """Allocate room for `batch` sequences of `capacity` tokens (None: the context length)."""
-        self.batch = batch
-        self.capacity = config.context_length if capacity is None else capacity
-        self.length = 0
+        super().__init__(config, batch, capacity, device)
         shape = (config.n_layer, 2, batch, config.kv_heads, self.capacity, config.head_size)
         # Read as a whole, places not yet used weigh nothing, but must be finite.
         self._memory = torch.zeros(shape, device=device, dtype=dtype)
         # One tensor per layer, taken apart here and not once per token.
         self.keys = [layer[0] for layer in self._memory]  # (B, Hkv, capacity, D) each
         self.values = [layer[1] for layer in self._memory]
-        positions = torch.arange(self.capacity, device=device)
-        self._positions = positions.expand(batch, -1)  # (B, capacity)
-        self._start = 0  # first of the places reserved last
 
     @property
     def end(self) -> int:
@@ -108,17 +131,6 @@ class FullCache:
     def nbytes(self) -> int:
         """n_layer · 2 · batch · n_kv_head · capacity · head_dim · bytes of the type."""
         return self._memory.nbytes
-
-    def extend(self, n: int) -> Tensor:
-        """Reserve the next n places; return their positions, (B, n)."""
-        if self.length + n > self.capacity:
-            raise ValueError(
-                f"the cache holds {self.length} of at most {self.capacity} tokens; "
-                f"{n} more do not fit"
-            )
-        self._start = self.length
-        self.length += n
-        return self._positions[:, self._start : self.length]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v (B, Hkv, n, D); return all so far, (B, Hkv, S, D), as views."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.kv_cache import Counted
 
 LEVELS = 127  # the largest integer
 
@@ -38,7 +39,7 @@ def quantise(x: Tensor, dim: int) -> Quantised:
     return Quantised(steps.round_().clamp_(-LEVELS, LEVELS).to(torch.int8), scale)
 
 
-class Int8Cache:
+class Int8Cache(Counted):
     """Every token, most of them in 8 bits; attention reads a dequantised copy of one layer.
 
     Tokens are read as they were stored, only those of the newest chunk as they came: so a prompt
@@ -48,8 +49,6 @@ class Int8Cache:
         sinks: how many first tokens stay in full precision.
         group: how many tokens share the scales of their keys.
     """
-
-    lengths: Tensor | None = None
 
     def __init__(
         self,
@@ -67,13 +66,10 @@ class Int8Cache:
         Raises ValueError as `check_quantised` does.
         """
         check_quantised(sinks, group)
-        self.batch = batch
-        self.capacity = config.context_length if capacity is None else capacity
+        super().__init__(config, batch, capacity, device)
         self.sinks = sinks
         self.group = group
         self.dtype = dtype
-        self.length = 0
-        self._start = 0  # first of the places reserved last
 
         groups = max(self.capacity - sinks, 0) // group
         heads = (config.n_layer, batch, config.kv_heads)
@@ -90,7 +86,6 @@ class Int8Cache:
         self._integers = torch.empty((2, *heads, groups, group, D), device=device, dtype=torch.int8)
         self._key_scales = scales(groups, 1, D)
         self._value_scales = scales(groups, group, 1)
-        self._positions = torch.arange(self.capacity, device=device).expand(batch, -1)
 
     @property
     def nbytes(self) -> int:
@@ -101,17 +96,6 @@ class Int8Cache:
         """
         parts = self._first, self._newest, self._integers, self._key_scales, self._value_scales
         return sum(part.nbytes for part in parts)
-
-    def extend(self, n: int) -> Tensor:
-        """Reserve the next n places; return their positions, (B, n)."""
-        if self.length + n > self.capacity:
-            raise ValueError(
-                f"the cache holds {self.length} of at most {self.capacity} tokens; "
-                f"{n} more do not fit"
-            )
-        self._start = self.length
-        self.length += n
-        return self._positions[:, self._start : self.length]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v (B, Hkv, n, D); return all so far, (B, Hkv, S, D), k and v as they are."""

@@ -195,7 +195,7 @@ def test_every_sequence_can_begin_with_the_content_of_one_and_be_reset() -> None
 
 def test_the_context_remains_the_limit() -> None:
     cache = EvictingCache(tiny_config(), budget=8)
-    with pytest.raises(ValueError, match="has read 0 of at most 32 tokens; 33 more do not fit"):
+    with pytest.raises(ValueError, match="holds 0 of at most 32 tokens; 33 more do not fit"):
         cache.extend(33)
     assert cache.length == 0
 

@@ -13,7 +13,10 @@ from data.windows import IGNORE as DATA_IGNORE
 from model.config import ModelConfig
 from model.decoder import IGNORE, Decoder
 from model.generate import Generator
+from model.kv_cache import FullCache, KVCache
+from model.paged_cache import BlockPool, PagedCache, PagedSequence
 from model.sampling import SamplingOptions
+from model.streaming_cache import StreamingCache
 
 FILES = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
 
@@ -46,6 +49,29 @@ def test_a_preset_learns_and_generates_alike_with_and_without_cache(path):
     ]
     assert texts[0] == texts[1]
     assert len(texts[0][0]) == 12
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_preset_has_the_logits_of_the_uncached_pass_in_every_exact_cache(path):
+    """Read in one chunk, in several, and token by token after a first one."""
+    torch.manual_seed(0)
+    model = Decoder(replace(shrunk(path), init_std=0.3)).eval()
+    config = model.config
+    tokens = torch.randint(40, (2, 24))
+    with torch.inference_mode():
+        expected = model(tokens).logits
+        for chunks in ([24], [7, 1, 16], [1] * 24):
+            pool = BlockPool(config, blocks=6, block_size=8)
+            caches: dict[str, KVCache] = {
+                "full": FullCache(config, batch=2),
+                "paged": PagedCache([PagedSequence(pool), PagedSequence(pool)]),
+            }
+            if config.position in ("rope", "alibi", "none"):
+                caches["streaming"] = StreamingCache(config, batch=2)
+            for name, cache in caches.items():
+                parts = [model(part, cache=cache).logits for part in tokens.split(chunks, 1)]
+                difference = (torch.cat(parts, dim=1) - expected).abs().max()
+                assert difference < 1e-4, (name, chunks)
 
 
 def test_model_and_data_agree_on_the_target_that_does_not_count():

@@ -13,6 +13,7 @@ from serving.printing import say
 BAD_INPUT = 2
 COMPILING_PAYS = 10_000  # new tokens
 TEMPERATURE = 0.8
+SINKS = 4
 METHODS = ("draft", "lookup", "beams", "draft_tokens", "length_penalty")
 CACHES = ("cache", "sinks", "budget")
 OF_EACH_TEXT = (
@@ -230,9 +231,9 @@ def build_parser() -> Parser:
     add(
         "--sinks",
         type=int,
-        default=4,
+        default=SINKS,
         metavar="K",
-        help="first tokens that stream and evicting never forget, and int8 keeps exactly (4)",
+        help=f"first tokens that stream and evicting never forget, int8 keeps exactly ({SINKS})",
     )
     add("--budget", type=int, metavar="N", help="tokens that evicting keeps for each head")
 

@@ -20,7 +20,7 @@ from model.decoder import Decoder
 from model.generate import Generator
 from model.load import check_tokenizer, load_model, longer_context
 from model.sampling import SamplingOptions
-from serving.command_line import COMPILING_PAYS
+from serving.command_line import COMPILING_PAYS, SINKS
 from serving.printing import say
 from training.devices import probe_compiler, resolve_device, resolve_dtype
 
@@ -40,8 +40,13 @@ class Session:
     def generator(self, args: argparse.Namespace, **changes: Any) -> Generator:
         """Return the generator that the command line asks for, one for all equal wishes.
 
-        What it has compiled then serves every text.
+        What it has compiled then serves every text. Raises ValueError in one line for options
+        that cannot work, or have no part in what was asked for.
         """
+        if args.sinks != SINKS and args.cache == "full" and args.at_limit != "stream":
+            raise ValueError(
+                f"--sinks {args.sinks} has no meaning with --cache full, unless --at-limit stream"
+            )
         options: dict[str, Any] = {
             "use_cache": not args.no_cache,
             "at_limit": args.at_limit,

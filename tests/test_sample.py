@@ -232,6 +232,7 @@ def test_a_stream_goes_on_past_the_context(sampled, refused) -> None:
     read = ("xyz: abc d" * 4)[:2] + ("xyz: abc d" * 4)[-30:]
     assert sampled("--prompt", read, *how)[0][32:] == out[40:]
     assert "sinks=32 must be" in refused("--at-limit", "stream", "--sinks", "32")
+    assert "--sinks 2 has no meaning with --cache full" in refused("--sinks", "2")
 
 
 def test_the_error_of_an_inexact_cache_is_printed(sampled, refused) -> None:

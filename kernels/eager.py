@@ -90,14 +90,20 @@ def _logits(
     dtype = softmax_dtype(q.dtype)
     keys = _per_query_head(k, q).to(dtype)
     raw = spec.scale_for(q.shape[3]) * (q.to(dtype) @ keys.transpose(-1, -2))  # (B, H, T, S)
+    return raw, *adjusted_logits(raw, spec, layout)
+
+
+def adjusted_logits(raw: Tensor, spec: AttentionSpec, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Final logits, -inf where invisible, (B, H, T, S), from raw ones; and mask (b, 1, T, S)."""
     logits = raw
+    keys = torch.arange(raw.shape[3], device=raw.device)
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
     if spec.alibi_slopes is not None:
-        distance = layout.distance(ALL_ROWS, _keys(k)).unsqueeze(1).abs()  # (b, 1, T, S)
-        logits = logits - spec.alibi_slopes.to(dtype)[:, None, None] * distance
-    visible = layout.visible(ALL_ROWS, _keys(k)).unsqueeze(1)  # (b, 1, T, S)
-    return raw, logits.masked_fill(~visible, -torch.inf), visible
+        distance = layout.distance(ALL_ROWS, keys).unsqueeze(1).abs()  # (b, 1, T, S)
+        logits = logits - spec.alibi_slopes.to(raw.dtype)[:, None, None] * distance
+    visible = layout.visible(ALL_ROWS, keys).unsqueeze(1)  # (b, 1, T, S)
+    return logits.masked_fill(~visible, -torch.inf), visible
 
 
 def _keys(k: Tensor) -> Tensor:

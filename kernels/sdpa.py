@@ -3,14 +3,15 @@
 The stock operation takes plain causal and bidirectional calls; windows, documents, prefixes,
 biases, sink logits, unequal lengths and received weight go to the chunks. Statistics of a plain
 call are measured in chunks beside the stock operation, so that asking for them changes no bit of
-the output or of its gradients.
+the output or of its gradients. A single query in a compiled step on a CPU is neither: there the
+compiler is given the sums themselves (`kernels/row_attention.py`).
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import chunked
+from kernels import chunked, row_attention
 from kernels.chunked_op import chunked_attention
 from kernels.spec import AttentionOutput, AttentionSpec, Stats
 
@@ -27,6 +28,9 @@ def attention(
     received: Tensor | None,
 ) -> AttentionOutput:
     """Compute attention and its statistics in linear memory; see `kernels.attention`."""
+    alone = kv_lengths is None and stats is None and received is None
+    if alone and row_attention.fits(q, spec):
+        return AttentionOutput(row_attention.attention(q, k, v, spec))
     plain = _is_plain(spec, q.shape[2], k.shape[2]) and kv_lengths is None and received is None
     if not plain or q.shape[3] != v.shape[3]:  # of unequal sizes the stock one makes the matrix
         return chunked_attention(q, k, v, spec, kv_lengths, stats or Stats(), received)

@@ -79,7 +79,8 @@ class Context:
             logits = self._last_logits(latest[:, None], self._cache)
         else:
             self._append(latest)
-            logits = self._read()
+            up_to_date = self._cache is not None and self._cache.length == self._length - 1
+            logits = self._last_logits(latest[:, None], self._cache) if up_to_date else self._read()
         return keep_first(logits, self._known_ids)
 
     def _visible_part(self, prompt: list[int]) -> list[int]:

@@ -67,6 +67,14 @@ class SamplingOptions:
                     f"logit_bias={bias} of the id {token} must be from {-MAX_BIAS} to {MAX_BIAS}"
                 )
 
+    @property
+    def filters_by_probability(self) -> bool:
+        """Whether some filter asks how probable tokens are at this temperature."""
+        return any(
+            share is not None and share != none
+            for share, none in ((self.top_p, 1), (self.min_p, 0), (self.typical_p, 1))
+        )
+
     def check_ids(self, vocab_size: int) -> None:
         """Raise ValueError in one line for a bias of a token that a model cannot draw."""
         highest = max(self.logit_bias or {}, default=0)
@@ -124,7 +132,10 @@ def choose(
     logits = adjust(logits, options, seen, counts)
     if options.temperature == 0:
         return logits.argmax(dim=-1)
-    return draw(probabilities(logits, options), generators)
+    logits = at_least_float32(logits)
+    if not options.filters_by_probability:
+        return race(_top_k(logits, options), generators, _held(options.temperature))
+    return race(filtered(logits, options), generators)
 
 
 def distribution(
@@ -138,7 +149,7 @@ def distribution(
     if options.temperature == 0:
         certain = torch.zeros_like(logits)
         return certain.scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    return probabilities(logits, options)
+    return filtered(at_least_float32(logits), options).softmax(dim=-1)
 
 
 def adjust(
@@ -155,38 +166,45 @@ def adjust(
     return logits
 
 
-def probabilities(logits: Tensor, options: SamplingOptions) -> Tensor:
-    """Return the distribution (B, V), in float32 or better, that adjusted logits stand for.
+def filtered(logits: Tensor, options: SamplingOptions) -> Tensor:
+    """Sharpen and filter adjusted logits (B, V); their softmax is what is drawn from.
 
     The temperature comes first: `top_p`, `min_p` and `typical_p` then speak of the distribution
     in use, and each of what the filter before it left.
     """
-    logits = at_least_float32(logits)
     # Counted from the largest, so that a tiny temperature cannot overflow; a smaller one than
     # float32 can hold would be rounded to 0.
     temperature = max(_held(options.temperature), torch.finfo(torch.float32).tiny)
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    if options.top_k:
-        logits = keep_top_k(logits, options.top_k)
+    logits = _top_k(logits, options)
     if options.top_p is not None and options.top_p < 1:
         logits = keep_top_p(logits, options.top_p)
     if options.min_p:
         logits = keep_min_p(logits, options.min_p)
     if options.typical_p is not None and options.typical_p < 1:
         logits = keep_typical(logits, options.typical_p)
-    return logits.softmax(dim=-1)
+    return logits
 
 
 def draw(probabilities: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     """Draw one token (B,) from each row of (B, V), row b with the randomness of `generators[b]`.
 
-    Exponential race: with E_i independent and exponential, argmax p_i / E_i is i with
-    probability p_i. A token of probability 0 never wins.
+    A token of probability 0 is never drawn.
     """
-    race = torch.empty_like(probabilities)
-    for row, generator in enumerate(generators):
-        race[row].exponential_(generator=generator)
-    return torch.div(probabilities, race, out=race).argmax(dim=-1)
+    return race(probabilities.log(), generators)
+
+
+def race(logits: Tensor, generators: Sequence[torch.Generator], temperature: float = 1.0) -> Tensor:
+    """Draw one token (B,) from each softmax of logits (B, V) / temperature.
+
+    Exponential race: with E_i independent and exponential, the argmax of p_i / E_i is i with
+    probability p_i. Here it is run in logarithms, times the temperature, which needs no softmax
+    and cannot overflow.
+    """
+    noise = torch.empty_like(logits)
+    for row, generator in zip(noise.unbind(), generators, strict=True):
+        row.exponential_(generator=generator)
+    return torch.sub(logits, noise.log_(), alpha=temperature).argmax(dim=-1)
 
 
 def keep_first(logits: Tensor, count: int) -> Tensor:
@@ -195,6 +213,10 @@ def keep_first(logits: Tensor, count: int) -> Tensor:
         return logits
     ids = torch.arange(logits.shape[-1], device=logits.device)
     return logits.masked_fill(ids >= count, REMOVED)
+
+
+def _top_k(logits: Tensor, options: SamplingOptions) -> Tensor:
+    return keep_top_k(logits, options.top_k) if options.top_k else logits
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -279,6 +301,8 @@ def _held(number: float) -> float:
 
 def at_least_float32(logits: Tensor) -> Tensor:
     """Return logits in float32, or as they are where that is wider."""
+    if logits.dtype == torch.float32:
+        return logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -19,7 +19,6 @@ from model.sampling import (
     keep_typical,
     penalise_counts,
     penalise_repetition,
-    probabilities,
     token_logprobs,
 )
 
@@ -71,7 +70,7 @@ def test_top_k_of_the_whole_vocabulary_and_more_changes_nothing(k: int) -> None:
 def test_top_k_none_and_zero_are_off(k: int | None) -> None:
     logits = torch.randn(2, 5)
     options = SamplingOptions(top_k=k)
-    torch.testing.assert_close(probabilities(logits, options), logits.softmax(-1))
+    torch.testing.assert_close(distribution(logits, options), logits.softmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -144,19 +143,19 @@ def test_a_repetition_penalty_lowers_positive_and_negative_logits_of_seen_tokens
 
 def test_the_temperature_comes_before_the_masses() -> None:
     logits = logits_of(0.5, 0.3, 0.2)
-    hot = probabilities(logits, SamplingOptions(temperature=100.0, top_p=0.5))
-    cold = probabilities(logits, SamplingOptions(temperature=0.1, top_p=0.5))
+    hot = distribution(logits, SamplingOptions(temperature=100.0, top_p=0.5))
+    cold = distribution(logits, SamplingOptions(temperature=0.1, top_p=0.5))
     assert (hot > 0).tolist() == [[True, True, False]]
     assert (cold > 0).tolist() == [[True, False, False]]
     torch.testing.assert_close(
-        probabilities(logits, SamplingOptions(temperature=0.5)),
+        distribution(logits, SamplingOptions(temperature=0.5)),
         torch.tensor([[0.25, 0.09, 0.04]]) / 0.38,
     )
 
 
 def test_top_p_counts_only_what_top_k_left() -> None:
     options = SamplingOptions(top_k=2, top_p=0.6)
-    assert (probabilities(logits_of(0.4, 0.25, 0.2, 0.15), options) > 0).tolist() == [
+    assert (distribution(logits_of(0.4, 0.25, 0.2, 0.15), options) > 0).tolist() == [
         [True, False, False, False]
     ]
 
@@ -164,7 +163,7 @@ def test_top_p_counts_only_what_top_k_left() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_are_float32_and_sum_to_one(dtype: torch.dtype) -> None:
     options = SamplingOptions(temperature=0.7, top_k=9, top_p=0.9, min_p=0.05)
-    result = probabilities(torch.randn(4, 30).to(dtype), options)
+    result = distribution(torch.randn(4, 30).to(dtype), options)
     assert result.dtype == torch.float32
     torch.testing.assert_close(result.sum(-1), torch.ones(4))
 
@@ -172,7 +171,7 @@ def test_probabilities_are_float32_and_sum_to_one(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-300])
 def test_a_tiny_temperature_is_the_most_likely_token_and_never_nan(temperature: float) -> None:
     logits = torch.tensor([[1e4, 1.1e4, -1e4, -INF]])
-    result = probabilities(logits, SamplingOptions(temperature=temperature))
+    result = distribution(logits, SamplingOptions(temperature=temperature))
     assert result.tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
@@ -215,7 +214,7 @@ def test_typical_counts_only_what_the_filters_before_it_left() -> None:
     logits = logits_of(0.4, 0.3, 0.1, 0.1, 0.1)
     options = SamplingOptions(top_k=2, typical_p=0.5)
     left = keep_typical(keep_top_k(logits, 2), 0.5)
-    assert (probabilities(logits, options) > 0).tolist() == (left > -INF).tolist()
+    assert (distribution(logits, options) > 0).tolist() == (left > -INF).tolist()
     assert kept(left) == [0]
 
 
@@ -270,10 +269,31 @@ def test_without_penalties_nothing_is_noted() -> None:
     assert occurred.counts is None
 
 
-def test_the_distribution_is_what_a_token_is_drawn_from() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        SamplingOptions(),
+        SamplingOptions(temperature=0.7),
+        SamplingOptions(temperature=1.5, top_k=4),
+        SamplingOptions(temperature=0.7, top_p=0.8),
+        SamplingOptions(temperature=1e-35),
+        SamplingOptions(temperature=1e35),
+        SamplingOptions(temperature=1.3, top_k=5, min_p=0.2, logit_bias={0: 2.0}),
+    ],
+    ids=str,
+)
+def test_a_token_is_drawn_from_the_distribution(options: SamplingOptions) -> None:
+    n, (generator,) = 5000, generators(3)
+    logits = torch.randn(1, 7, generator=generator)
+    logits[0, 5] = -INF
+    wanted = distribution(logits, options)[0]
+    drawn = choose(logits.expand(n, -1), options, [generator] * n)
+    for count, p in zip(drawn.bincount(minlength=7).tolist(), wanted.tolist(), strict=True):
+        assert abs(count - n * p) <= 4 * math.sqrt(n * p * (1 - p))
+
+
+def test_at_temperature_0_the_distribution_is_certain() -> None:
     logits = torch.randn(3, 9)
-    options = SamplingOptions(temperature=0.7, top_p=0.8)
-    assert torch.equal(distribution(logits, options), probabilities(logits, options))
     greedy = distribution(logits, SamplingOptions(temperature=0))
     assert torch.equal(greedy, torch.nn.functional.one_hot(logits.argmax(-1), 9).float())
 

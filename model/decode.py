@@ -4,30 +4,31 @@ Reading a prompt is arithmetic; producing a token is memory traffic, because eve
 to be used once per sequence. What helps is here, and none of it changes what is computed:
 
 - `DecodeStep` compiles the model's own forward pass for this case. Places in the cache come in as
-  sizes, so that one compilation serves every length.
-- `RowLinear` writes the product of a matrix and a single vector as a sum, which the compiler fuses
-  with what surrounds it; the library's product for one row stays well below the memory's speed.
-- `Int8Linear` stores a matrix in a quarter of the bytes. It is the one that is not exact.
+  sizes, so that one compilation serves every length, and what has been compiled is called directly
+  (`model/direct_call.py`).
+- On a CPU products and attention are written as sums (`model/decode_linear.py`,
+  `kernels/row_attention.py`), so that the whole step becomes one piece of machine code.
+- Weights in 8 bits are a quarter of the memory to read. They are what is not exact.
 
 Modules are replaced in a copy of the model that shares its parameters.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from model.decode_linear import Int8Linear, RowsLinear, with_linear_layers
 from model.decoder import Decoder
+from model.direct_call import DirectCall, numbers
 from model.kv_cache import KVCache
 
 WEIGHTS = ("full", "int8")
-INT8_LARGEST = 127
+# The pieces of a CPU's step are fused for good: what checks them between one another, or keeps a
+# product and a sum from being one instruction, only costs.
+CPU_OPTIONS = {"size_asserts": False, "cpp.enable_floating_point_contract_flag": "fast"}
 
 
 class Memory(KVCache, Protocol):
@@ -79,12 +80,12 @@ class DecodeStep:
         if weights == "int8":
             self.model = with_linear_layers(model, Int8Linear)
         elif compiled and device.type == "cpu":
-            self.model = with_linear_layers(model, RowLinear)
+            self.model = with_linear_layers(model, RowsLinear)
         on_cuda = device.type == "cuda"
         self.fixed_shapes = compiled and (on_cuda if fixed_shapes is None else fixed_shapes)
-        self._passed: set[tuple[object, ...]] = set()
         if compiled:  # nothing is compiled before the first call, but to load the compiler is slow
-            self._views_compiled = torch.compile(self._views)
+            options = {} if on_cuda else CPU_OPTIONS
+            self._views_compiled = DirectCall(self._views, self.model, options)
             mode = "reduce-overhead" if on_cuda else None  # CUDA graphs
             self._whole_compiled = torch.compile(self._whole, mode=mode)
 
@@ -105,22 +106,8 @@ class DecodeStep:
                 torch._dynamo.mark_static_address(memory)
             torch.compiler.cudagraph_mark_step_begin()
             return self._whole_compiled(tokens, cache.keys, cache.values, lengths)
+        tensors = [tokens, *cache.keys, *cache.values]
         length = cache.end - cache.begin
-        places = _sizes(cache.begin, length, tokens.device)
-        if length == 1 or cache.end == cache.keys[0].shape[2]:
-            # Views of one place and of the whole memory are cases that the compiler keeps apart.
-            return self._views(tokens, cache.keys, cache.values, places)
-        torch._dynamo.maybe_mark_dynamic(places, 0)
-        torch._dynamo.mark_dynamic(places, 1)
-        with self._without_guards(tokens, cache):
-            return self._views_compiled(tokens, cache.keys, cache.values, places)
-
-    def _without_guards(self, tokens: Tensor, cache: Memory) -> AbstractContextManager[object]:
-        """Leave out the compiler's own checks once this very case has passed them.
-
-        Before every call it looks at each parameter and shape that it once relied on, which takes
-        as long as a small model's arithmetic. All that can change between calls is named here.
-        """
         case = (
             tokens.shape,
             cache.keys[0].shape,
@@ -131,15 +118,16 @@ class DecodeStep:
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled(tokens.device.type),
         )
-        if case in self._passed:
-            return torch.compiler.set_stance(skip_guard_eval_unsafe=True)
-        self._passed.add(case)
-        return nullcontext()
+        # The compiler keeps views of one place and of the whole memory apart, although its code for
+        # any length is right for them too: they are not what to compile for.
+        is_usual = length > 1 and cache.end < cache.keys[0].shape[2]
+        return self._views_compiled(case, tensors, (cache.begin, length), is_usual)
 
-    def _views(
-        self, tokens: Tensor, keys: list[Tensor], values: list[Tensor], places: Tensor
-    ) -> Tensor:
-        return self._logits(tokens, _Views(keys, values, *_from_sizes(places)))
+    def _views(self, tensors: list[Tensor], places: Tensor) -> Tensor:
+        tokens, memory = tensors[0], tensors[1:]
+        keys, values = memory[: len(memory) // 2], memory[len(memory) // 2 :]
+        begin, length = numbers(places)
+        return self._logits(tokens, _Views(keys, values, begin, begin + length))
 
     def _whole(
         self, tokens: Tensor, keys: list[Tensor], values: list[Tensor], lengths: Tensor
@@ -213,77 +201,3 @@ class _Whole:
 
     def reset(self) -> None:
         """There is nothing to forget."""
-
-
-# The compiler takes the sizes of a tensor as symbols, numbers it would take as constants and
-# compile anew for. Sizes of 0 and 1 are constants to it as well, hence the offset.
-_OFFSET = 2
-
-
-def _sizes(begin: int, length: int, device: torch.device) -> Tensor:
-    return torch.empty(1, 1, device=device).expand(begin + _OFFSET, length + _OFFSET)
-
-
-def _from_sizes(places: Tensor) -> tuple[int, int]:
-    begin = places.shape[0] - _OFFSET
-    return begin, begin + places.shape[1] - _OFFSET
-
-
-# --- Linear layers ------------------------------------------------------------------------------
-
-
-def with_linear_layers(model: Decoder, make: Callable[[nn.Linear], nn.Module]) -> Decoder:
-    """Copy a model, sharing its parameters, with every linear layer replaced by `make(layer)`."""
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    twin = copy.deepcopy(model, memo=shared)
-    for module in list(twin.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                setattr(module, name, make(child))
-    return twin
-
-
-class RowLinear(nn.Module):
-    """x Wᵀ + b, made for inputs of a single row and a compiler that fuses the sum."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.weight = linear.weight
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., C) -> (..., N)."""
-        is_row = x.numel() == x.shape[-1]
-        if not is_row or not torch.compiler.is_compiling():
-            return F.linear(x, self.weight, self.bias)
-        y = (x.unsqueeze(-2) * self.weight).sum(-1)
-        return y if self.bias is None else y + self.bias
-
-
-class Int8Linear(nn.Module):
-    """x Wᵀ + b with W in 8 bits, one scale per row of W; x is rounded to bfloat16.
-
-    The scale makes the largest weight of a row 127, so that a weight is off by at most half a
-    scale.
-    """
-
-    weight: Tensor
-    scale: Tensor
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        weight = linear.weight.detach().float()
-        scale = weight.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / INT8_LARGEST
-        # The scale is used in bfloat16, so the weights are rounded against it as it is there.
-        scale = scale.to(torch.bfloat16)
-        steps = (weight / scale.float()[:, None]).round().clamp(-INT8_LARGEST, INT8_LARGEST)
-        self.register_buffer("weight", steps.to(torch.int8))
-        self.register_buffer("scale", scale)
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., C) -> (..., N)."""
-        rows = x.flatten(0, -2).to(torch.bfloat16)
-        y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale).to(x.dtype)
-        y = y.view(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from model.config import ModelConfig
-from model.decode import DecodeStep, Int8Linear, RowLinear, with_linear_layers
+from model.decode import DecodeStep
+from model.decode_linear import Int8Linear
 from model.decoder import Decoder
 from model.generate import Generator
 from model.kv_cache import FullCache
@@ -52,15 +52,28 @@ def compilations() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def round_to_8_bits(model: Decoder) -> None:
+    """Give the linear layers the weights that 8 bits stand for."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            packed = Int8Linear(module)
+            weight = packed.weight[:, : packed.width] * packed.scale.float()[:, None]
+            module.weight = torch.nn.Parameter(weight)
+
+
 @torch.inference_mode()
-def check_compiled_equals_eager(config: ModelConfig, fixed_shapes=False, expected=1) -> None:
+def check_compiled_equals_eager(
+    config: ModelConfig, fixed_shapes=False, rows=1, weights="full", expected=1
+) -> None:
     """Every length from the shortest prompt to the last place, against one uncached pass."""
     model = build(config)
-    tokens = torch.randint(config.vocab_size, (1, config.context_length))
+    tokens = torch.randint(config.vocab_size, (rows, config.context_length))
+    step = DecodeStep(model, compiled=True, fixed_shapes=fixed_shapes, weights=weights)
+    if weights == "int8":
+        round_to_8_bits(model)
     uncached = model(tokens).logits
-    step = DecodeStep(model, compiled=True, fixed_shapes=fixed_shapes)
     for read in (max(config.prefix, 1), 7):
-        cache = FullCache(config)
+        cache = FullCache(config, batch=rows)
         model(tokens[:, :read], cache=cache)
         for place in range(read, config.context_length):
             logits = step(tokens[:, place : place + 1], cache)
@@ -77,6 +90,21 @@ def test_one_compilation_serves_every_length_and_equals_the_uncached_pass():
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_compiled_step_equals_the_uncached_pass_for(config, fixed_shapes):
     check_compiled_equals_eager(config, fixed_shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [3, 12, 33])
+@pytest.mark.parametrize("name", ["grouped", "multi-head", "sink logit"])
+def test_the_compiled_step_of_several_rows_equals_the_uncached_pass(name, rows):
+    check_compiled_equals_eager(CONFIGS[name], rows=rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grouped", "multi-head"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_compiled_8_bits_of_few_rows_are_rounded_nowhere_else(name, rows):
+    config = replace(CONFIGS[name], tie_embeddings=False)
+    check_compiled_equals_eager(config, rows=rows, weights="int8")
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -135,63 +163,7 @@ def test_compiling_needs_the_cache():
         Generator(build(BASE), use_cache=False, compiled=True)
 
 
-def test_the_copy_shares_its_parameters_with_the_model():
-    model = build(BASE)
-    twin = with_linear_layers(model, RowLinear)
-    theirs = dict(twin.named_parameters(remove_duplicate=False))
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert theirs[name] is parameter
-    assert not any(isinstance(module, nn.Linear) for module in twin.modules())
-    assert any(isinstance(module, nn.Linear) for module in model.modules())
-
-
-# --- 8 bits -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("out", "width"), [(1, 8), (7, 32), (33, 100)])
-def test_a_weight_of_8_bits_is_off_by_at_most_half_a_step(out, width):
-    torch.manual_seed(0)
-    linear = nn.Linear(width, out, bias=False)
-    with torch.no_grad():
-        linear.weight[0] *= 1e-3
-        linear.weight[-1] *= 1e3
-    packed = Int8Linear(linear)
-    back = packed.weight.double() * packed.scale.double()[:, None]
-    error = (back - linear.weight.double()).abs()
-    assert (error <= packed.scale.double()[:, None] / 2 * (1 + 1e-6)).all()
-    # One scale per row: a large row does not spoil a small one.
-    assert packed.scale[0] < 1.02 * linear.weight[0].abs().max() / 127
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 1)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_of_8_bits_multiplies_by_its_rounded_weights(shape, bias):
-    torch.manual_seed(1)
-    linear = nn.Linear(32, 48, bias=bias)
-    packed = Int8Linear(linear)
-    x = torch.randn(*shape, 32)
-    weight = packed.weight.double() * packed.scale.double()[:, None]
-    rounded = x.bfloat16().double()
-    expected = rounded @ weight.T
-    # The product adds in float32 or better and rounds its result to bfloat16.
-    bound = expected.abs() * 2**-8 + (rounded.abs() @ weight.abs().T) * 2**-16
-    with torch.inference_mode():
-        y = packed(x)
-    if bias:
-        expected = expected + linear.bias.double()
-        bound = bound + 1e-5
-    assert y.dtype == torch.float32
-    assert ((y.double() - expected).abs() <= bound).all()
-
-
-def test_a_row_of_zeros_stays_zero():
-    linear = nn.Linear(8, 4, bias=False)
-    with torch.no_grad():
-        linear.weight[2] = 0
-    with torch.inference_mode():
-        y = Int8Linear(linear)(torch.randn(1, 8))
-    assert y[0, 2] == 0
-    assert y.isfinite().all()
+# --- 8 bits ---------------------------------------------------------------------------------------
 
 
 def test_a_model_in_8_bits_says_nearly_the_same_and_is_used_for_prompts_too():

@@ -64,7 +64,7 @@ class DirectCall:
         torch._dynamo.mark_dynamic(sizes, 1)
         if case not in self._compiled:
             function = _on_its_own(self._function)
-            self._compiled[case] = torch.compile(function, backend=self._compile)
+            self._compiled[case] = torch.compile(function, backend=self._compile, dynamic=False)
         self._calls.clear()
         result = self._compiled[case](tensors, sizes)
         direct = self._shortcut(tensors, sizes, result)

@@ -148,7 +148,8 @@ def test_one_step_serves_batches_and_memories_of_several_sizes_in_any_order():
     """Checks of the compiler are left out for cases that have passed them, and only for those."""
     model = build(BASE)
     step = DecodeStep(model, compiled=True)
-    for batch, capacity, read in [(1, 12, 3), (2, 12, 4), (1, 16, 5), (2, 12, 3), (1, 12, 6)]:
+    cases = [(1, 12, 3), (2, 12, 4), (1, 16, 5), (2, 12, 3), (1, 12, 6)]
+    for batch, capacity, read in cases:
         tokens = torch.randint(31, (batch, capacity))
         uncached = model(tokens).logits
         cache = FullCache(BASE, batch=batch, capacity=capacity)
@@ -156,6 +157,8 @@ def test_one_step_serves_batches_and_memories_of_several_sizes_in_any_order():
         for place in range(read, capacity):
             logits = step(tokens[:, place : place + 1], cache)
             torch.testing.assert_close(logits, uncached[:, place], rtol=0, atol=1e-4)
+    # Nothing but the place in the memory is left open, so that each is called directly.
+    assert len(step._views_compiled._direct) == 3
 
 
 def test_compiling_needs_the_cache():

@@ -27,7 +27,8 @@ from model.decoder import Decoder
 FEW_ROWS = 8
 MANY_ROWS = 32
 VECTOR = 16  # numbers in the widest vector: rows are filled up to a multiple of it
-BLOCKS = 8  # parts of a matrix that are read side by side
+BLOCKS = 8  # parts of a matrix that are read side by side for many rows
+BLOCKS_OF_ONE = 4  # and for one, which leaves the memory more to do at a time
 INT8_LARGEST = 127
 
 
@@ -63,16 +64,23 @@ class RowsLinear(nn.Module):
 
 def row_by_row(rows: Tensor, weight: Tensor) -> Tensor:
     """(R, C) and (N, C) -> (R, N): a sum for every row, all in one walk through the matrix."""
-    return torch.stack([(row * weight).sum(-1) for row in in_memory(rows).unbind(0)])
+    blocks = _blocks(weight, BLOCKS_OF_ONE if len(rows) == 1 else 1)
+    sums = [torch.cat([(row * block).sum(-1) for block in blocks]) for row in in_memory(rows)]
+    return torch.stack(sums)
 
 
 def side_by_side(rows: Tensor, weight: Tensor) -> Tensor:
     """(R, C) and (N, C) -> (R, N): rows in the lanes of vectors, BLOCKS parts of W at a time."""
     missing = -len(rows) % VECTOR
     columns = in_memory(F.pad(rows, (0, 0, 0, missing)).T)  # (C, R rounded up)
-    blocks = weight.chunk(math.gcd(len(weight), BLOCKS))
+    blocks = _blocks(weight, BLOCKS)
     sums = [(block.unsqueeze(-1) * columns).sum(1) for block in blocks]  # (N / blocks, R)
     return torch.cat(sums)[:, : len(rows)].T.contiguous()
+
+
+def _blocks(weight: Tensor, n: int) -> tuple[Tensor, ...]:
+    """The rows of a matrix in `n` equal parts, or in fewer where they do not divide."""
+    return weight.chunk(math.gcd(len(weight), n))
 
 
 class Int8Linear(nn.Module):

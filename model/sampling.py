@@ -70,10 +70,7 @@ class SamplingOptions:
     @property
     def filters_by_probability(self) -> bool:
         """Whether some filter asks how probable tokens are at this temperature."""
-        return any(
-            share is not None and share != none
-            for share, none in ((self.top_p, 1), (self.min_p, 0), (self.typical_p, 1))
-        )
+        return bool(self.min_p) or self.top_p not in (None, 1) or self.typical_p not in (None, 1)
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise ValueError in one line for a bias of a token that a model cannot draw."""

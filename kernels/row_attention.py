@@ -29,8 +29,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention of the query at the last key: q (B, H, 1, D), k and v as ever -> (B, H, 1, Dv)."""
     dtype = softmax_dtype(q.dtype)
     batch, heads, _, size = q.shape
-    grouped = in_memory(spec.scale_for(size) * q.to(dtype)).view(batch, k.shape[1], -1, 1, size)
-    raw = (grouped * k.to(dtype).unsqueeze(2)).sum(-1)  # (B, Hkv, H / Hkv, S)
+    scaled = in_memory(spec.scale_for(size) * q.to(dtype))
+    queries = scaled.view(batch, k.shape[1], -1, 1, size).unbind(2)  # (B, Hkv, 1, D) each
+    # A sum for every query of a group, all in one walk through the keys that they share.
+    raw = torch.stack([(query * k.to(dtype)).sum(-1) for query in queries], dim=2)
     layout = make_layout(spec, 1, k.shape[2], None, q.device)
     logits, _ = adjusted_logits(raw.view(batch, heads, 1, -1), spec, layout)
 
@@ -42,6 +44,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     total = weights.sum(-1, keepdim=True)
     if spec.sink_logit is not None:
         total = total + (null - largest).exp()
-    grouped_weights = weights.view(*raw.shape, 1)
-    summed = (grouped_weights * v.to(dtype).unsqueeze(2)).sum(-2)  # (B, Hkv, H / Hkv, Dv)
+    shares = weights.view(*raw.shape, 1).unbind(2)  # (B, Hkv, S, 1) each
+    summed = torch.stack([(share * v.to(dtype)).sum(-2) for share in shares], dim=2)
     return (summed.view(batch, heads, 1, -1) / total).to(q.dtype)

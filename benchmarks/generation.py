@@ -34,6 +34,7 @@ import torch
 from own_runs import machine_line
 from torch import Tensor
 
+from model.checkpoint import resolve_run
 from model.config import ModelConfig
 from model.decode import DecodeStep
 from model.decoder import Decoder
@@ -259,7 +260,7 @@ def int8_loss(run: Path | None) -> None:
     from training.run_folder import read_config
 
     config = from_dict(read_config(run))
-    model, _ = load_model(run)
+    model, _ = load_model(run, log=lambda line: None)
     context = model.config.context_length
     text = prepare(config.data, config.tokenizer, context_length=context, log=lambda line: None)
     windows = Windows(text.val, context, config.data.mode)
@@ -437,6 +438,11 @@ def main() -> None:
     new, repeats = (16, 1) if options.quick else (NEW, options.repeats)
     if options.nanogpt is not None and not (options.nanogpt / "model.py").is_file():
         parser.error(f"--nanogpt {options.nanogpt} holds no model.py")
+    if options.run is not None:
+        try:
+            options.run = resolve_run(options.run)
+        except (OSError, ValueError) as error:
+            parser.error(f"--run: {error}")
 
     print(machine_line())
     for batch in options.batches:

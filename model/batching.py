@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.caches import check_memory, compute_dtype
 from model.decoder import Decoder
-from model.generate import Generator, compute_dtype
+from model.generate import Generator
 from model.paged_cache import BlockPool, PagedCache, PagedSequence
 from model.sampling import (
     Occurrences,
@@ -116,19 +117,22 @@ class ContinuousBatch:
             raise ValueError(
                 f"cache_tokens={cache_tokens} must hold at least a block of {block_size} tokens"
             )
+        weight = model.embed.weight
+        dtype = compute_dtype(weight)
+        asked = f"cache_tokens={cache_tokens} (max_batch={max_batch})"
+        check_memory(model.config, cache_tokens, weight.device, dtype, asked)
         self._single = Generator(
             model, at_limit=at_limit, prefill_chunk=prefill_chunk, vocab_size=vocab_size
         )
         self._forward = model.forward  # eager on purpose: every step has another shape
         self._config = model.config
         self._chunk = max(prefill_chunk or context, model.config.prefix)
-        weight = model.embed.weight
         self._pool = BlockPool(
             model.config,
             blocks=cache_tokens // block_size,
             block_size=block_size,
             device=weight.device,
-            dtype=compute_dtype(weight),
+            dtype=dtype,
         )
         self.max_batch = max_batch
         self._waiting: deque[Handle] = deque()
@@ -162,6 +166,12 @@ class ContinuousBatch:
 
     def check(self, request: Request) -> None:
         """Raise ValueError in one line for a request that can never be met."""
+        prompt_tokens, limit = len(request.prompt), self._config.context_length
+        if prompt_tokens > limit:
+            raise ValueError(
+                f"the prompt has {prompt_tokens} tokens, the context holds {limit}; shorten it (only "
+                "a prompt alone can slide or stream)"
+            )
         self._single.check(request.prompt, request.max_new_tokens, seed=request.seed)
         self._single.check_choice(request.options, request.logprobs)
         tokens = self._longest(request)

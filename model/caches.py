@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ from model.decoder import Decoder
 from model.evicting_cache import EvictingCache, check_evicting
 from model.kv_cache import FullCache, KVCache
 from model.quantised_cache import Int8Cache
+from model.size import kv_cache_bytes
 from model.streaming_cache import StreamingCache, check_streaming
 
 KINDS = ("full", "int8", "evicting")
@@ -109,6 +111,28 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(weight.device.type):
         return torch.get_autocast_dtype(weight.device.type)
     return weight.dtype
+
+
+def check_memory(
+    config: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype, asked: str
+) -> None:
+    """Raise ValueError, in one line, if keys and values of `tokens` tokens are too many to hold.
+
+    `asked` says what would need them. The limit is the memory that the machine, or the device,
+    has in all; less may be free.
+    """
+    n_bytes = kv_cache_bytes(config, batch_size=1, length=tokens, bytes_per_value=dtype.itemsize)
+    if device.type == "cuda":
+        limit = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu" and "SC_PHYS_PAGES" in os.sysconf_names:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return
+    if n_bytes > limit:
+        raise ValueError(
+            f"{asked} needs {n_bytes / 2**30:,.1f} GiB for keys and values, {device} has "
+            f"{limit / 2**30:,.1f} GiB"
+        )
 
 
 class LogitError(NamedTuple):

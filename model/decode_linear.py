@@ -33,14 +33,17 @@ INT8_LARGEST = 127
 
 
 def with_linear_layers(model: Decoder, make: Callable[[nn.Linear], nn.Module]) -> Decoder:
-    """Copy a model, sharing its parameters, with every linear layer replaced by `make(layer)`."""
+    """Copy a model, sharing its parameters, with every linear layer replaced by `make(layer)`.
+
+    The copy is in evaluation mode, whatever becomes of the model.
+    """
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     twin = copy.deepcopy(model, memo=shared)
     for module in list(twin.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
                 setattr(module, name, make(child))
-    return twin
+    return twin.eval()
 
 
 class RowsLinear(nn.Module):

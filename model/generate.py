@@ -48,6 +48,7 @@ from model.caches import (
     CacheOptions,
     LogitError,
     check_cache,
+    check_memory,
     compute_dtype,
     logit_error,
     make_cache,
@@ -278,6 +279,16 @@ class Generator:
             )
         if self.model.training:
             raise ValueError("the model is in training mode; call model.eval() before generating")
+        self._check_memory(num_samples, prompt_tokens + max_new_tokens - 1)
+
+    def _check_memory(self, num_samples: int, length: int) -> None:
+        config, weight = self.model.config, self.model.embed.weight
+        held = min(length, config.context_length)
+        if self.cache.budget is not None:
+            held = min(held, self.cache.budget)
+        asked = f"num_samples={num_samples} of {held} tokens"
+        dtype = torch.int8 if self.cache.kind == "int8" else compute_dtype(weight)
+        check_memory(config, num_samples * held, weight.device, dtype, asked)
 
 
 class Generation:

@@ -301,7 +301,10 @@ def test_bad_requests_are_one_line_and_change_nothing(model: Decoder) -> None:
     for request, message in (
         (Request(prompt=[], max_new_tokens=1), "the prompt is empty"),
         (Request(prompt=[1, 17], max_new_tokens=1), "the id 17, the model knows 0 to 16"),
-        (Request(prompt=text(33), max_new_tokens=1), "has 33 tokens, the context holds 32"),
+        (
+            Request(prompt=text(33), max_new_tokens=1),
+            "has 33 tokens, the context holds 32; shorten it",
+        ),
         (Request(prompt=[1], max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
         (Request(prompt=[1], max_new_tokens=33), "has room for 32"),
         (Request(prompt=[1], max_new_tokens=1, seed=-1), "seed=-1 must be"),
@@ -323,6 +326,8 @@ def test_bad_requests_are_one_line_and_change_nothing(model: Decoder) -> None:
     [
         ({"max_batch": 0}, "max_batch=0 must be at least 1"),
         ({"block_size": 0}, "block_size=0 must be at least 1"),
+        ({"max_batch": 10**12}, r"\(max_batch=1000000000000\) needs .* GiB for keys and values"),
+        ({"cache_tokens": 10**13}, "cache_tokens=10000000000000 .* GiB"),
         ({"cache_tokens": 15}, "cache_tokens=15 must hold at least a block of 16"),
         ({"at_limit": "slide"}, "at_limit=slide is for one prompt at a time"),
         ({"at_limit": "wrap"}, "at_limit='wrap' is not one of"),

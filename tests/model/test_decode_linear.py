@@ -95,6 +95,16 @@ def test_a_layer_of_8_bits_multiplies_by_its_rounded_weights(shape, bias, width)
     assert ((y.double() - expected).abs() <= bound).all()
 
 
+def test_the_copy_drops_nothing_out_even_if_the_model_was_training():
+    config = ModelConfig(
+        vocab_size=31, context_length=16, n_layer=1, n_head=2, n_embd=16, dropout=0.5
+    )
+    model = Decoder(config).train()
+    twin = with_linear_layers(model, RowsLinear)
+    tokens = torch.arange(6)[None]
+    assert torch.equal(twin(tokens).logits, model.eval()(tokens).logits)
+
+
 def test_a_row_of_zeros_stays_zero():
     linear = nn.Linear(8, 4, bias=False)
     with torch.no_grad():

@@ -422,6 +422,7 @@ def test_settings_that_cannot_work_are_one_line(settings: dict, message: str) ->
         ([1] * 25, {}, "the prompt has 25 tokens, the context holds 24; shorten"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ([1], {"num_samples": 0}, "num_samples=0 must be at least 1"),
+        ([1], {"num_samples": 10**12}, "num_samples=1000000000000 of 5 tokens needs .* GiB"),
         ([1], {"seed": -1}, "seed=-1 must be"),
         ([1], {"seed": 2**63}, "seed=9223372036854775808 must be"),
         ([1], {"logprobs": -1}, "logprobs=-1 must be from 0 to the number of ids, 31"),

@@ -169,8 +169,8 @@ class ContinuousBatch:
         prompt_tokens, limit = len(request.prompt), self._config.context_length
         if prompt_tokens > limit:
             raise ValueError(
-                f"the prompt has {prompt_tokens} tokens, the context holds {limit}; shorten it (only "
-                "a prompt alone can slide or stream)"
+                f"the prompt has {prompt_tokens} tokens, the context holds {limit}; shorten it "
+                "(only a prompt alone can slide or stream)"
             )
         self._single.check(request.prompt, request.max_new_tokens, seed=request.seed)
         self._single.check_choice(request.options, request.logprobs)

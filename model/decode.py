@@ -109,6 +109,7 @@ class DecodeStep:
         tensors = [tokens, *cache.keys, *cache.values]
         length = cache.end - cache.begin
         case = (
+            tokens.device,
             tokens.shape,
             cache.keys[0].shape,
             cache.keys[0].dtype,

@@ -102,8 +102,10 @@ class Int8Cache(Counted):
         assert k.shape[0] == self.batch
         assert k.shape[2] == self.length - self._start
         keys, values = self._stored(layer)
+        # Copied before anything is stored: the newest tokens among them are views of their places.
+        read = torch.cat([*keys, k], dim=2), torch.cat([*values, v], dim=2)
         self._store(layer, k, v)
-        return torch.cat([*keys, k], dim=2), torch.cat([*values, v], dim=2)
+        return read
 
     def reset(self) -> None:
         """Forget everything; the memory is kept."""

@@ -85,6 +85,23 @@ def test_scales_are_per_channel_for_keys_and_per_token_for_values() -> None:
     assert off[:, :, [*range(11), *range(12, 24)]].max() < 0.02
 
 
+@pytest.mark.parametrize(("sinks", "group"), [(4, 6), (0, 5), (3, 32)])
+@pytest.mark.parametrize("chunks", [[1] * 30, [7] * 4, [3, 20, 1, 6]])
+def test_a_chunk_that_fills_a_group_still_sees_what_was_stored_before(chunks, sinks, group) -> None:
+    cache = Int8Cache(CONFIG, batch=2, sinks=sinks, group=group)
+    before = [torch.empty(2, 2, 0, 8), torch.empty(2, 2, 0, 8)]
+    for n in chunks:
+        cache.extend(n)
+        new = kv(n)
+        read = cache.append(0, *new)
+        bounds = half_steps(*before, sinks, group)
+        for actual, old, newest, bound in zip(read, before, new, bounds, strict=True):
+            old_part, new_part = actual.split([old.shape[2], n], dim=2)
+            assert ((old_part - old).abs() <= bound * (1 + 1e-4)).all()
+            assert new_part.equal(newest)
+        before = [torch.cat(pair, 2) for pair in zip(before, new, strict=True)]
+
+
 def test_a_chunk_sees_itself_as_it_is() -> None:
     cache = Int8Cache(CONFIG, batch=2, group=4)
     cache.extend(20)

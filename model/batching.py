@@ -120,7 +120,7 @@ class ContinuousBatch:
         weight = model.embed.weight
         dtype = compute_dtype(weight)
         asked = f"cache_tokens={cache_tokens} (max_batch={max_batch})"
-        check_memory(model.config, cache_tokens, weight.device, dtype, asked)
+        check_memory(model.config, cache_tokens, weight.device, dtype.itemsize, asked)
         self._single = Generator(
             model, at_limit=at_limit, prefill_chunk=prefill_chunk, vocab_size=vocab_size
         )

@@ -14,11 +14,12 @@ from model.config import ModelConfig
 from model.decoder import Decoder
 from model.evicting_cache import EvictingCache, check_evicting
 from model.kv_cache import FullCache, KVCache
-from model.quantised_cache import Int8Cache
+from model.quantised_cache import QuantisedCache, check_quantised
 from model.size import kv_cache_bytes
 from model.streaming_cache import StreamingCache, check_streaming
 
-KINDS = ("full", "int8", "evicting")
+BITS = {"int8": 8, "int4": 4}
+KINDS = ("full", *BITS, "evicting")
 
 
 class SampleCache(KVCache, Protocol):
@@ -35,16 +36,16 @@ class SampleCache(KVCache, Protocol):
 class CacheOptions:
     """How keys and values are kept; raises ValueError in one line for values out of range.
 
-    "full" keeps all as they are. "int8" keeps them in 8 bits (`model/quantised_cache.py`),
-    "evicting" the `budget` most attended (`model/evicting_cache.py`): both save memory and change
-    the logits a little.
+    "full" keeps all as they are. "int8" and "int4" keep them in 8 and 4 bits
+    (`model/quantised_cache.py`), "evicting" the `budget` most attended
+    (`model/evicting_cache.py`): these save memory and change the logits a little.
     """
 
     kind: str = "full"
     sinks: int = 4  # first tokens treated with care: in full precision, never dropped
     budget: int | None = None  # evicting: tokens kept for each key/value head
     recent: int | None = None  # evicting: newest tokens never dropped; None: half of the rest
-    group: int = 32  # int8: tokens that share the scales of their keys
+    group: int = 32  # int8, int4: tokens that share the scales of their keys
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -65,6 +66,11 @@ class CacheOptions:
         """Whether logits are those of a model without a cache, up to rounding."""
         return self.kind == "full"
 
+    @property
+    def bits(self) -> int | None:
+        """Bits of a quantised key or value; None for a cache that quantises none."""
+        return BITS.get(self.kind)
+
 
 def check_cache(config: ModelConfig, options: CacheOptions, *, stream: bool = False) -> None:
     """Raise ValueError, in one line, if a model cannot work with this cache."""
@@ -72,6 +78,8 @@ def check_cache(config: ModelConfig, options: CacheOptions, *, stream: bool = Fa
         if options.kind != "full":
             raise ValueError(f"at_limit=stream keeps tokens as they are: not cache={options.kind}")
         check_streaming(config, options.sinks)
+    if options.bits is not None:
+        check_quantised(config, options.bits, options.sinks, options.group)
     if options.kind == "evicting":
         assert options.budget is not None
         check_evicting(config, options.budget, options.sinks, options.recent)
@@ -96,8 +104,10 @@ def make_cache(
     room: dict[str, Any] = {"batch": batch, "capacity": capacity, "device": device, "dtype": dtype}
     if stream:
         return StreamingCache(config, sinks=options.sinks, **room)
-    if options.kind == "int8":
-        return Int8Cache(config, sinks=options.sinks, group=options.group, **room)
+    if options.bits is not None:
+        return QuantisedCache(
+            config, bits=options.bits, sinks=options.sinks, group=options.group, **room
+        )
     if options.kind == "evicting":
         assert options.budget is not None
         return EvictingCache(
@@ -114,14 +124,15 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
 
 
 def check_memory(
-    config: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype, asked: str
+    config: ModelConfig, tokens: int, device: torch.device, bytes_per_value: float, asked: str
 ) -> None:
     """Raise ValueError, in one line, if keys and values of `tokens` tokens are too many to hold.
 
     `asked` says what would need them. The limit is the memory that the machine, or the device,
     has in all; less may be free.
     """
-    n_bytes = kv_cache_bytes(config, batch_size=1, length=tokens, bytes_per_value=dtype.itemsize)
+    values = kv_cache_bytes(config, batch_size=1, length=tokens, bytes_per_value=1)
+    n_bytes = values * bytes_per_value
     if device.type == "cuda":
         limit = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu" and "SC_PHYS_PAGES" in os.sysconf_names:

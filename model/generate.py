@@ -287,8 +287,8 @@ class Generator:
         if self.cache.budget is not None:
             held = min(held, self.cache.budget)
         asked = f"num_samples={num_samples} of {held} tokens"
-        dtype = torch.int8 if self.cache.kind == "int8" else compute_dtype(weight)
-        check_memory(config, num_samples * held, weight.device, dtype, asked)
+        bits = self.cache.bits or 8 * compute_dtype(weight).itemsize
+        check_memory(config, num_samples * held, weight.device, bits / 8, asked)
 
 
 class Generation:

@@ -1,10 +1,10 @@
-"""Keys and values in 8 bits: about a quarter of the memory of float32, for a small error.
+"""Keys and values in 8 or 4 bits: a quarter or a sixth of the memory of float32, a small error.
 
 KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache (Liu et al. 2024, arXiv:2402.02750),
 section 3: a few channels of the keys are large for every token, so each channel has a scale of its
-own, over a group of tokens; values have no such channels and get a scale per token. With 8 bits
+own, over a group of tokens; values have no such channels and get a scale per token. Down to 4 bits
 the steps are fine enough to be symmetric around zero, x = scale · integer with the integer in
--127 .. 127, so an element is off by half a scale at most.
+-127 .. 127 or -7 .. 7, so an element is off by half a scale at most.
 
 In full precision stay the first tokens, whose keys and values are unlike all others and which
 every later token looks at (Xiao et al. 2023, arXiv:2309.17453), and the newest tokens until they
@@ -21,31 +21,47 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.kv_cache import Counted
 
-LEVELS = 127  # the largest integer
+LEVELS = {8: 127, 4: 7}  # by number of bits, the largest integer
 
 
 class Quantised(NamedTuple):
-    """Integers (..., int8) and what to multiply them with (float32, broadcasts)."""
+    """Integers (..., int8), not packed, and what to multiply them with (float32, broadcasts)."""
 
     integers: Tensor
     scale: Tensor
 
 
-def quantise(x: Tensor, dim: int) -> Quantised:
+def quantise(x: Tensor, dim: int, bits: int) -> Quantised:
     """Round x to multiples of a scale, which all elements along `dim` share."""
+    levels = LEVELS[bits]
     wide = x.float()
-    scale = wide.abs().amax(dim, keepdim=True) / LEVELS
+    scale = wide.abs().amax(dim, keepdim=True) / levels
     steps = wide / scale.clamp(min=torch.finfo(torch.float32).tiny)
-    return Quantised(steps.round_().clamp_(-LEVELS, LEVELS).to(torch.int8), scale)
+    return Quantised(steps.round_().clamp_(-levels, levels).to(torch.int8), scale)
 
 
-class Int8Cache(Counted):
-    """Every token, most of them in 8 bits; attention reads a dequantised copy of one layer.
+def pack(integers: Tensor) -> Tensor:
+    """Put integers of 4 bits, (..., D) int8 with D even, into (..., D / 2) bytes, int8.
+
+    A byte holds channel d in its lower half, counted from -8, and channel d + D / 2 in its upper.
+    """
+    low, high = integers.chunk(2, dim=-1)
+    return (low + 8) | (high << 4)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Undo `pack`: (..., D / 2) to (..., D), int8."""
+    return torch.cat([(packed & 15) - 8, packed >> 4], dim=-1)
+
+
+class QuantisedCache(Counted):
+    """Every token, most of them in 8 or 4 bits; attention reads a dequantised copy of one layer.
 
     Tokens are read as they were stored, only those of the newest chunk as they came: so a prompt
     read in one chunk is read exactly.
 
     Attributes:
+        bits: 8, or 4, two of which share a byte.
         sinks: how many first tokens stay in full precision.
         group: how many tokens share the scales of their keys.
     """
@@ -54,6 +70,7 @@ class Int8Cache(Counted):
         self,
         config: ModelConfig,
         *,
+        bits: int = 8,
         batch: int = 1,
         capacity: int | None = None,
         sinks: int = 4,
@@ -65,8 +82,9 @@ class Int8Cache(Counted):
 
         Raises ValueError as `check_quantised` does.
         """
-        check_quantised(sinks, group)
+        check_quantised(config, bits, sinks, group)
         super().__init__(config, batch, capacity, device)
+        self.bits = bits
         self.sinks = sinks
         self.group = group
         self.dtype = dtype
@@ -83,7 +101,8 @@ class Int8Cache(Counted):
 
         self._first = full_precision(min(sinks, self.capacity))  # keys, values
         self._newest = full_precision(min(group, max(self.capacity - sinks, 0)))
-        self._integers = torch.empty((2, *heads, groups, group, D), device=device, dtype=torch.int8)
+        stored = (2, *heads, groups, group, D * bits // 8)
+        self._integers = torch.empty(stored, device=device, dtype=torch.int8)
         self._key_scales = scales(groups, 1, D)
         self._value_scales = scales(groups, group, 1)
 
@@ -92,7 +111,8 @@ class Int8Cache(Counted):
         """Memory of integers, scales and what is in full precision, in bytes, used or not.
 
         Per layer, sequence and key/value head, with n groups of `group` tokens: 2 · n · group · D
-        of integers, 4 · n · (D + group) of scales, 2 · (sinks + group) · D in the full type.
+        of integers (4 bits: half of that), 4 · n · (D + group) of scales, and 2 · (sinks + group)
+        · D numbers in the full type.
         """
         parts = self._first, self._newest, self._integers, self._key_scales, self._value_scales
         return sum(part.nbytes for part in parts)
@@ -111,11 +131,11 @@ class Int8Cache(Counted):
         """Forget everything; the memory is kept."""
         self.length = self._start = 0
 
-    def copy_from(self, other: Int8Cache) -> None:
+    def copy_from(self, other: QuantisedCache) -> None:
         """Let every sequence here begin with what the single sequence in `other` holds."""
         assert other.batch == 1
         assert other.length <= self.capacity
-        assert (other.sinks, other.group) == (self.sinks, self.group)
+        assert (other.bits, other.sinks, other.group) == (self.bits, self.sinks, self.group)
         self.length = self._start = other.length
         first, groups, newest = self._split(other.length)
         self._first[..., :first, :] = other._first[..., :first, :]
@@ -135,7 +155,9 @@ class Int8Cache(Counted):
         first, groups, newest = self._split(self._start)
         sides = []
         for side, scales in enumerate((self._key_scales, self._value_scales)):
-            integers = self._integers[side, layer, :, :, :groups]  # (B, Hkv, groups, group, D)
+            integers = self._integers[side, layer, :, :, :groups]
+            if self.bits == 4:
+                integers = unpack(integers)  # (B, Hkv, groups, group, D)
             middle = (integers * scales[layer, :, :, :groups]).to(self.dtype).flatten(2, 3)
             begin, end = self._first[side, layer], self._newest[side, layer]
             sides.append([begin[:, :, :first], middle, end[:, :, :newest]])
@@ -157,14 +179,21 @@ class Int8Cache(Counted):
     def _quantise(self, side: int, layer: int, groups: slice, x: Tensor) -> None:
         """Store whole groups of keys (side 0) or values (side 1), (B, Hkv, groups, group, D)."""
         scales, dim = (self._value_scales, -1) if side else (self._key_scales, -2)
-        integers, scale = quantise(x, dim)
-        self._integers[side, layer, :, :, groups] = integers
+        integers, scale = quantise(x, dim, self.bits)
+        self._integers[side, layer, :, :, groups] = pack(integers) if self.bits == 4 else integers
         scales[layer, :, :, groups] = scale
 
 
-def check_quantised(sinks: int, group: int) -> None:
-    """Raise ValueError, in one line, for numbers out of range."""
+def check_quantised(config: ModelConfig, bits: int, sinks: int, group: int) -> None:
+    """Raise ValueError, in one line, for numbers out of range and heads that cannot be packed."""
+    if bits not in LEVELS:
+        raise ValueError(f"bits={bits} is not one of {', '.join(map(str, LEVELS))}")
     if sinks < 0:
         raise ValueError(f"sinks={sinks} must be at least 0")
     if group < 1:
         raise ValueError(f"group={group} must be at least 1 token")
+    if bits == 4 and config.head_size % 2:
+        raise ValueError(
+            f"the head size {config.head_size} must be even for cache=int4, which packs two "
+            "channels into a byte (choose cache=full or int8)"
+        )

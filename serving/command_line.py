@@ -226,14 +226,16 @@ def build_parser() -> Parser:
         "--cache",
         default="full",
         metavar="KIND",
-        help="keys and values: full (default), int8 (in 8 bits) or evicting (the most looked at)",
+        help="keys and values: full (default), int8, int4 (in 8 or 4 bits) or evicting (the most "
+        "looked at)",
     )
     add(
         "--sinks",
         type=int,
         default=SINKS,
         metavar="K",
-        help=f"first tokens that stream and evicting never forget, int8 keeps exactly ({SINKS})",
+        help="first tokens that stream and evicting never forget, int8 and int4 keep exactly "
+        f"({SINKS})",
     )
     add("--budget", type=int, metavar="N", help="tokens that evicting keeps for each head")
 

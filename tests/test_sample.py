@@ -237,13 +237,14 @@ def test_a_stream_goes_on_past_the_context(sampled, refused) -> None:
 
 def test_the_error_of_an_inexact_cache_is_printed(sampled, refused) -> None:
     assert "logits off" not in sampled("--prompt", "abc")[1]
-    err = sampled("--prompt", "abc", "--cache", "int8", "--sinks", "0")[1]
-    assert "cache int8, " in err
-    assert "logits off by at most " in err
+    for kind in ("int8", "int4"):
+        err = sampled("--prompt", "abc", "--cache", kind, "--sinks", "0")[1]
+        assert f"cache {kind}, " in err
+        assert "logits off by at most " in err
     err = sampled("--prompt", "abc", "--cache", "evicting", "--budget", "8", "--sinks", "2")[1]
     assert f"cache evicting, {2 * 8 * 2 * 8 * 4:,} bytes: logits off by at most " in err
     assert "cache=evicting needs a budget" in refused("--cache", "evicting")
-    assert "did you mean 'int8'" in refused("--cache", "int4")
+    assert "did you mean 'int8'" in refused("--cache", "itn8")
     assert "not cache=int8" in refused("--cache", "int8", "--at-limit", "stream")
 
 

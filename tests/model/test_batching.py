@@ -343,8 +343,9 @@ def test_bad_options_are_one_line(model: Decoder, options: dict, message: str) -
 def test_a_batch_needs_the_cache(model: Decoder) -> None:
     with pytest.raises(ValueError, match="a batch needs the cache"):
         generate_batch(Generator(model, use_cache=False), [[1]], max_new_tokens=1)
-    with pytest.raises(ValueError, match="not cache=int8"):
-        generate_batch(Generator(model, cache=CacheOptions(kind="int8")), [[1]], max_new_tokens=1)
+    for kind in ("int8", "int4"):
+        with pytest.raises(ValueError, match=f"not cache={kind}"):
+            generate_batch(Generator(model, cache=CacheOptions(kind=kind)), [[1]], max_new_tokens=1)
 
 
 def test_a_batch_has_the_weights_of_the_generator(model: Decoder) -> None:

@@ -188,6 +188,7 @@ def test_a_search_that_cannot_work_is_one_line(options: dict, message: str) -> N
         ({"at_limit": "slide"}, "at_limit=slide"),
         ({"at_limit": "stream"}, "at_limit=stream"),
         ({"cache": CacheOptions(kind="int8")}, "cache=int8"),
+        ({"cache": CacheOptions(kind="int4")}, "cache=int4"),
     ],
 )
 def test_a_generator_that_lets_go_of_tokens_is_refused(settings: dict, refused: str) -> None:

@@ -8,12 +8,13 @@ import torch
 from model.caches import CacheOptions, check_cache, logit_error, make_cache
 from model.decoder import Decoder
 from model.generate import Generator
-from model.quantised_cache import Int8Cache
+from model.quantised_cache import QuantisedCache
 from model.sampling import SamplingOptions
 from tests.model.slow_stream import SlowStream
 from tests.model.test_generate import BASE, CONFIGS, VARIED, build, run
 
 INT8 = CacheOptions(kind="int8", sinks=2, group=4)
+INT4 = CacheOptions(kind="int4", sinks=2, group=4)
 EVICTING = CacheOptions(kind="evicting", sinks=2, budget=9)
 STREAMING = {
     name: config
@@ -55,7 +56,7 @@ def test_greedy_tokens_of_a_stream_are_those_of_the_uncached_path(name: str) -> 
     assert len(generation.tokens[0]) == 30
 
 
-@pytest.mark.parametrize("kind", [INT8, EVICTING])
+@pytest.mark.parametrize("kind", [INT8, INT4, EVICTING])
 def test_inexact_caches_are_exact_while_nothing_is_lost(kind: CacheOptions) -> None:
     model = build(replace(BASE, n_kv_head=2))
     tokens = torch.randint(31, (1, 6))
@@ -111,8 +112,10 @@ def test_a_stream_takes_constant_memory_and_none_too_much() -> None:
     [
         {"at_limit": "stream"},
         {"cache": INT8, "at_limit": "slide"},
+        {"cache": INT4, "at_limit": "slide"},
         {"cache": EVICTING, "at_limit": "slide"},
         {"cache": INT8},
+        {"cache": INT4},
         {"cache": EVICTING},
     ],
 )
@@ -125,14 +128,16 @@ def test_a_sample_is_the_same_alone_or_beside_others(how: dict) -> None:
     assert len(together[0]) == (40 if "at_limit" in how else 20)
 
 
-@pytest.mark.parametrize("kind", [INT8, EVICTING])
+@pytest.mark.parametrize("kind", [INT8, INT4, EVICTING])
 def test_inexact_caches_stop_at_the_context(kind: CacheOptions) -> None:
     generation = run(build(BASE), PROMPT, 60, cache=kind)
     assert generation.ends == ["context"]
     assert generation.cache_bytes < run(build(BASE), PROMPT, 60).cache_bytes
 
 
-@pytest.mark.parametrize("how", [{"at_limit": "stream"}, {"cache": INT8}, {"cache": EVICTING}])
+@pytest.mark.parametrize(
+    "how", [{"at_limit": "stream"}, {"cache": INT8}, {"cache": INT4}, {"cache": EVICTING}]
+)
 def test_under_autocast_the_cache_has_its_type(how: dict) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert len(run(build(BASE), [1, 2], 15, **how).tokens[0]) == 15
@@ -144,10 +149,10 @@ def test_under_autocast_the_cache_has_its_type(how: dict) -> None:
 def test_the_error_is_the_largest_difference_and_the_mean_divergence() -> None:
     model = build(BASE)
     tokens = torch.randint(31, (2, 20))
-    error = logit_error(model, Int8Cache(BASE, batch=2, sinks=1, group=2), tokens, singly=6)
+    error = logit_error(model, QuantisedCache(BASE, batch=2, sinks=1, group=2), tokens, singly=6)
     with torch.no_grad():
         exact = model(tokens).logits[:, 14:]
-        cache = Int8Cache(BASE, batch=2, sinks=1, group=2)
+        cache = QuantisedCache(BASE, batch=2, sinks=1, group=2)
         parts = [model(part, cache=cache).logits for part in tokens.split([14, *[1] * 6], 1)]
     actual = torch.cat(parts[1:], dim=1)
     assert error.tokens == 12
@@ -162,10 +167,11 @@ def test_a_generator_measures_what_its_cache_costs() -> None:
     model = build(BASE)
     text = [(5 * i) % 31 for i in range(40)]
     assert Generator(model).cache_error(text) is None
-    assert Generator(model, cache=INT8).cache_error([1]) is None
-    coarse = Generator(model, cache=EVICTING).cache_error(text)
-    fine = Generator(model, cache=INT8).cache_error(text)
-    assert 0 < fine.mean_kl < coarse.mean_kl
+    assert Generator(model, cache=INT4).cache_error([1]) is None
+    fine, middle, coarse = (
+        Generator(model, cache=kind).cache_error(text) for kind in (INT8, INT4, EVICTING)
+    )
+    assert 0 < fine.mean_kl < middle.mean_kl < coarse.mean_kl
     assert fine.tokens == 23  # all of the 24 that fit the context, but for the first
 
 
@@ -175,11 +181,12 @@ def test_a_generator_measures_what_its_cache_costs() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "int4"}, "cache='int4' is not one of full, int8, evicting; did you mean 'int8'"),
+        ({"kind": "itn8"}, "'itn8' is not one of full, int8, int4, evicting; did you mean 'int8'"),
         ({"sinks": -1}, "sinks=-1 must be at least 0"),
         ({"group": 0}, "group=0 must be at least 1"),
         ({"kind": "evicting"}, "cache=evicting needs a budget"),
         ({"budget": 8}, "budget=8 has no effect with cache=full"),
+        ({"budget": 8, "kind": "int4"}, "budget=8 has no effect with cache=int4"),
     ],
 )
 def test_options_that_cannot_work_are_one_line(options, message) -> None:
@@ -194,7 +201,11 @@ def test_options_that_cannot_work_are_one_line(options, message) -> None:
         ({}, {"at_limit": "stream", "cache": CacheOptions(sinks=24)}, "sinks=24 must be .* the 24"),
         ({}, {"at_limit": "stream", "cache": INT8}, "at_limit=stream .* not cache=int8"),
         ({}, {"at_limit": "stream", "use_cache": False}, "at_limit=stream does not go without"),
+        ({}, {"at_limit": "stream", "cache": INT4}, "at_limit=stream .* not cache=int4"),
         ({}, {"cache": INT8, "use_cache": False}, "cache=int8 does not go without a cache"),
+        ({}, {"cache": INT4, "use_cache": False}, "cache=int4 does not go without a cache"),
+        ({}, {"cache": INT4, "compiled": True}, "is for the full cache, not for cache=int4"),
+        ({"head_dim": 7, "position": "none"}, {"cache": INT4}, "the head size 7 must be even"),
         ({"position": "alibi"}, {"cache": EVICTING}, r"model\.position=alibi cannot evict"),
         ({"windows": [5]}, {"cache": EVICTING}, r"model\.windows=\[5\] cannot evict"),
     ],
@@ -203,6 +214,21 @@ def test_a_generator_refuses_what_cannot_work_before_it_starts(changes, settings
     with pytest.raises(ValueError, match=message) as error:
         Generator(build(replace(BASE, **changes)), **settings)
     assert "\n" not in str(error.value)
+
+
+def test_quantised_keys_and_values_need_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine for which 4 bits are little enough, but 8 bits are too many."""
+    of_8_bits = 2 * 2 * 4 * 8 * 24  # 2 layers, keys and values, 4 heads of 8 channels, 24 tokens
+    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": of_8_bits // 2}
+    monkeypatch.setattr("model.caches.os.sysconf", memory.__getitem__)
+    model = build(BASE)
+    Generator(model, cache=INT4).check([1], max_new_tokens=24)
+    for kind in (INT8, CacheOptions()):
+        with pytest.raises(ValueError, match=r"num_samples=1 of 24 tokens needs .* GiB"):
+            Generator(model, cache=kind).check([1], max_new_tokens=24)
+    memory["SC_PHYS_PAGES"] -= 1
+    with pytest.raises(ValueError, match=r"num_samples=1 of 24 tokens needs .* GiB"):
+        Generator(model, cache=INT4).check([1], max_new_tokens=24)
 
 
 def test_checking_allocates_nothing_and_agrees_with_making() -> None:

@@ -513,9 +513,10 @@ def test_drafts_that_cannot_work_are_one_line() -> None:
         speculate(sliding, PROMPT, draft=LookUp(), max_new_tokens=3)
     with pytest.raises(ValueError, match=r"at_limit=slide does not go with a draft model"):
         speculate(Generator(model), PROMPT, draft=sliding, max_new_tokens=3)
-    inexact = Generator(model, cache=CacheOptions(kind="int8"))
-    with pytest.raises(ValueError, match=r"cache=int8 does not go with speculative decoding"):
-        speculate(inexact, PROMPT, draft=LookUp(), max_new_tokens=3)
+    for kind in ("int8", "int4"):
+        inexact = Generator(model, cache=CacheOptions(kind=kind))
+        with pytest.raises(ValueError, match=f"cache={kind} does not go with speculative decoding"):
+            speculate(inexact, PROMPT, draft=LookUp(), max_new_tokens=3)
     unknown = Generator(tiny_model(vocab_size=30), vocab_size=17)
     with pytest.raises(ValueError, match=r"holds the id 20, the draft model knows 0 to 16"):
         speculate(unknown, [20], draft=Generator(model), max_new_tokens=3)

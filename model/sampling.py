@@ -131,7 +131,8 @@ def choose(
         return logits.argmax(dim=-1)
     logits = at_least_float32(logits)
     if not options.filters_by_probability:
-        return race(_top_k(logits, options), generators, _held(options.temperature))
+        logits, temperature = _from_largest(logits, options.temperature)
+        return race(_top_k(logits, options), generators, temperature)
     return race(filtered(logits, options), generators)
 
 
@@ -169,11 +170,8 @@ def filtered(logits: Tensor, options: SamplingOptions) -> Tensor:
     The temperature comes first: `top_p`, `min_p` and `typical_p` then speak of the distribution
     in use, and each of what the filter before it left.
     """
-    # Counted from the largest, so that a tiny temperature cannot overflow; a smaller one than
-    # float32 can hold would be rounded to 0.
-    temperature = max(_held(options.temperature), torch.finfo(torch.float32).tiny)
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    logits = _top_k(logits, options)
+    logits, temperature = _from_largest(logits, options.temperature)
+    logits = _top_k(logits / temperature, options)
     if options.top_p is not None and options.top_p < 1:
         logits = keep_top_p(logits, options.top_p)
     if options.min_p:
@@ -181,6 +179,16 @@ def filtered(logits: Tensor, options: SamplingOptions) -> Tensor:
     if options.typical_p is not None and options.typical_p < 1:
         logits = keep_typical(logits, options.typical_p)
     return logits
+
+
+def _from_largest(logits: Tensor, temperature: float) -> tuple[Tensor, float]:
+    """Logits counted from the largest, and a temperature to compute with.
+
+    So counted, they cannot overflow at a tiny temperature, nor swallow what little it leaves to
+    chance. A temperature smaller than float32 can hold would be rounded to 0.
+    """
+    temperature = max(_held(temperature), torch.finfo(torch.float32).tiny)
+    return logits - logits.amax(dim=-1, keepdim=True), temperature
 
 
 def draw(probabilities: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
@@ -195,8 +203,7 @@ def race(logits: Tensor, generators: Sequence[torch.Generator], temperature: flo
     """Draw one token (B,) from each softmax of logits (B, V) / temperature.
 
     Exponential race: with E_i independent and exponential, the argmax of p_i / E_i is i with
-    probability p_i. Here it is run in logarithms, times the temperature, which needs no softmax
-    and cannot overflow.
+    probability p_i. Here it is run in logarithms, times the temperature, which needs no softmax.
     """
     noise = torch.empty_like(logits)
     for row, generator in zip(noise.unbind(), generators, strict=True):

@@ -292,6 +292,17 @@ def test_a_token_is_drawn_from_the_distribution(options: SamplingOptions) -> Non
         assert abs(count - n * p) <= 4 * math.sqrt(n * p * (1 - p))
 
 
+@pytest.mark.parametrize(
+    ("value", "temperature"), [(1e30, 1.0), (5.0, 1e-8), (0.0, 1e-300), (1e8, 1.0)]
+)
+def test_equal_logits_are_equally_likely_however_large_or_cold(value, temperature) -> None:
+    n, (generator,) = 2000, generators(4)
+    options = SamplingOptions(temperature=temperature)
+    drawn = choose(torch.full((n, 4), value), options, [generator] * n)
+    for count in drawn.bincount(minlength=4).tolist():
+        assert abs(count - n / 4) <= 4 * math.sqrt(n * 3 / 16)
+
+
 def test_at_temperature_0_the_distribution_is_certain() -> None:
     logits = torch.randn(3, 9)
     greedy = distribution(logits, SamplingOptions(temperature=0))

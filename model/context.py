@@ -132,7 +132,7 @@ class Context:
         return logits
 
     def _last_logits(self, tokens: Tensor, cache: SampleCache | None = None) -> Tensor:
-        if cache is not None and tokens.shape[1] == 1:
+        if cache is not None and cache is self._cache and tokens.shape[1] == 1:
             return self._step(tokens, cache)
         logits = self._forward(tokens, cache=cache, only_last=True).logits  # (B, 1, V)
         return logits[:, -1]

@@ -282,8 +282,14 @@ class Generator:
         self._check_memory(num_samples, prompt_tokens + max_new_tokens - 1)
 
     def _check_memory(self, num_samples: int, length: int) -> None:
+        if not self.use_cache:
+            return
         config, weight = self.model.config, self.model.embed.weight
         held = min(length, config.context_length)
+        if self.at_limit == "slide" or self.step.compiled:  # one size of memory
+            held = config.context_length
+        if self.at_limit == "stream" and length > config.context_length:
+            held = 2 * config.context_length  # room for the window to move in
         if self.cache.budget is not None:
             held = min(held, self.cache.budget)
         asked = f"num_samples={num_samples} of {held} tokens"

@@ -436,6 +436,16 @@ def test_a_request_that_cannot_be_met_is_one_line(prompt, options, message) -> N
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "new", "held"),
+    [({}, 5, 5), ({"at_limit": "slide"}, 5, 24), ({"at_limit": "stream"}, 50, 48)],
+)
+def test_memory_is_counted_as_it_will_be_held(settings: dict, new: int, held: int) -> None:
+    generator = Generator(build(BASE), **settings)
+    with pytest.raises(ValueError, match=f"num_samples=1000000000000 of {held} tokens needs"):
+        generator.generate([1], max_new_tokens=new, num_samples=10**12)
+
+
 def test_models_that_cannot_generate_are_refused() -> None:
     with pytest.raises(ValueError, match="mask=bidirectional"):
         Generator(build(replace(BASE, mask="bidirectional")))

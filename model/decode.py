@@ -23,7 +23,7 @@ from torch import Tensor
 from model.decode_linear import Int8Linear, RowsLinear, with_linear_layers
 from model.decoder import Decoder
 from model.direct_call import DirectCall, numbers
-from model.kv_cache import KVCache
+from model.kv_cache import FullCache, KVCache
 
 WEIGHTS = ("full", "int8")
 # The pieces of a CPU's step are fused for good: what checks them between one another, or keeps a
@@ -55,7 +55,7 @@ class DecodeStep:
     """Logits (B, V) of the token after `tokens` (B, 1), which continue what a cache holds.
 
     Args:
-        model: the decoder. Its parameters are shared, so that a change of them is seen here.
+        model: the decoder. Its parameters are shared: what is written into them is seen here.
         compiled: compile the step. The first call then takes as long as that takes.
         weights: "full", or "int8": linear layers in 8 bits, made once from the weights as they are.
         fixed_shapes: let attention read the whole memory, with the lengths beside it, so that no
@@ -99,8 +99,9 @@ class DecodeStep:
         return self._compiled_logits(tokens, cast(Memory, cache))
 
     def _compiled_logits(self, tokens: Tensor, cache: Memory) -> Tensor:
+        self.model.check_call(tokens, cache=cache)  # what is called directly checks nothing
         cache.extend(1)
-        if self.fixed_shapes and cache.begin == 0:
+        if self.fixed_shapes and isinstance(cache, FullCache):
             lengths = torch.full((len(tokens),), cache.end, device=tokens.device, dtype=torch.int32)
             for memory in (*cache.keys, *cache.values):
                 torch._dynamo.mark_static_address(memory)
@@ -110,9 +111,13 @@ class DecodeStep:
         length = cache.end - cache.begin
         case = (
             tokens.device,
+            tokens.dtype,
             tokens.shape,
-            cache.keys[0].shape,
+            tokens.stride(),
             cache.keys[0].dtype,
+            cache.keys[0].shape,
+            cache.keys[0].stride(),
+            cache.values[0].stride(),
             cache.begin == 0,
             torch.get_num_threads(),
             torch.is_grad_enabled(),

@@ -57,12 +57,13 @@ class RowsLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., N)."""
         n_rows = math.prod(x.shape[:-1])
-        if n_rows > MANY_ROWS or not torch.compiler.is_compiling():
+        fuses = torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
+        if n_rows > MANY_ROWS or not fuses:
             return F.linear(x, self.weight, self.bias)
         rows = x.flatten(0, -2)
         product = row_by_row if n_rows <= FEW_ROWS else side_by_side
         y = product(rows, self.weight).view(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def row_by_row(rows: Tensor, weight: Tensor) -> Tensor:
@@ -113,12 +114,15 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., N)."""
+        kind, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
         rows = x.flatten(0, -2)
         if len(rows) <= FEW_ROWS and torch.compiler.is_compiling():
-            y = row_by_row(rows, self.weight[:, : self.width]) * self.scale.to(x.dtype)
+            y = (row_by_row(rows, self.weight[:, : self.width]) * self.scale.to(x.dtype)).to(dtype)
         else:
             packed = torch.ops.aten._weight_int8pack_mm
             rounded = F.pad(rows.to(torch.bfloat16), (0, self.filling))
-            y = packed(rounded, self.weight, self.scale).to(x.dtype)
+            y = packed(rounded, self.weight, self.scale).to(dtype)
         y = y.view(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -109,7 +109,7 @@ class Decoder(nn.Module):
         Raises ValueError for sequences beyond context_length (where positions come from a table),
         for an unknown reduction or layer, and for combinations that have no meaning.
         """
-        self._check(tokens, targets, documents, cache, reduction, only_last)
+        self.check_call(tokens, targets, documents, cache, reduction, only_last)
         chosen = self._chosen_layers(stats, layers)
         length = tokens.shape[1]
         positions = _positions(tokens, documents, cache)  # None means 0 .. T - 1
@@ -135,15 +135,16 @@ class Decoder(nn.Module):
             loss = next_token_loss(logits, targets, reduction)
         return ModelOutput(loss, logits, None if stats is None else tuple(attention))
 
-    def _check(
+    def check_call(
         self,
         tokens: Tensor,
-        targets: Tensor | None,
-        documents: Tensor | None,
-        cache: KVCache | None,
-        reduction: str,
-        only_last: bool,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KVCache | None = None,
+        reduction: str = "mean",
+        only_last: bool = False,
     ) -> None:
+        """Raise ValueError as `forward` would for the same arguments."""
         config, length = self.config, tokens.shape[1]
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is not one of {', '.join(REDUCTIONS)}")

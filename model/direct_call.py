@@ -6,6 +6,7 @@ gathers the parameters anew. For a small model that takes longer than the arithm
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -44,9 +45,10 @@ class DirectCall:
         options: dict[str, Any],
     ):
         self._function = function
-        self._options = options
         self._module = module
         self._calls: list[_Call] = []
+        self._backend = _noting(self._calls, options)
+        self._lock = threading.Lock()
         self._direct: dict[Hashable, Callable[[list[Tensor], tuple[int, int]], Tensor]] = {}
         self._compiled: dict[Hashable, Callable[[list[Tensor], Tensor], Tensor]] = {}
 
@@ -61,10 +63,15 @@ class DirectCall:
         if not compiles:
             return self._function(tensors, sizes)
         torch._dynamo.maybe_mark_dynamic(sizes, 0)
-        torch._dynamo.mark_dynamic(sizes, 1)
+        torch._dynamo.maybe_mark_dynamic(sizes, 1)
+        with self._lock:
+            return self._checked(case, tensors, sizes)
+
+    def _checked(self, case: Hashable, tensors: list[Tensor], sizes: Tensor) -> Tensor:
+        """Compile if need be, and call by way of PyTorch's checks."""
         if case not in self._compiled:
             function = _on_its_own(self._function)
-            self._compiled[case] = torch.compile(function, backend=self._compile, dynamic=False)
+            self._compiled[case] = torch.compile(function, backend=self._backend, dynamic=False)
         self._calls.clear()
         result = self._compiled[case](tensors, sizes)
         direct = self._shortcut(tensors, sizes, result)
@@ -72,20 +79,6 @@ class DirectCall:
         if direct is not None:
             self._direct[case] = direct
         return result
-
-    def _compile(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        """Compile as PyTorch does by default, into something that notes what it is called with."""
-        from torch._inductor.compile_fx import compile_fx
-
-        options = self._options
-        compiled = cast("Callable[..., Any]", compile_fx(graph, examples, config_patches=options))
-
-        def noted(*inputs: Any) -> Any:
-            outputs = compiled(*inputs)
-            self._calls.append(_Call(compiled, inputs, outputs))
-            return outputs
-
-        return noted
 
     def _shortcut(
         self, tensors: list[Tensor], sizes: Tensor, result: Tensor
@@ -111,6 +104,8 @@ class DirectCall:
                 fixed[at] = value
             else:
                 return None
+        if {which for _, which in sized} != {0, 1}:
+            return None  # compiled for one of the numbers as it is
 
         def call(tensors: list[Tensor], numbers: tuple[int, int]) -> Tensor:
             inputs = fixed.copy()
@@ -122,6 +117,27 @@ class DirectCall:
             return result
 
         return call
+
+
+def _noting(calls: list[_Call], options: dict[str, Any]) -> Callable[..., Any]:
+    """A compiler like PyTorch's own, whose products note in `calls` what they are called with.
+
+    PyTorch keeps every compiler for good, so this one must hold no model.
+    """
+
+    def compile_graph(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        compiled = cast("Callable[..., Any]", compile_fx(graph, examples, config_patches=options))
+
+        def noted(*inputs: Any) -> Any:
+            outputs = compiled(*inputs)
+            calls.append(_Call(compiled, inputs, outputs))
+            return outputs
+
+        return noted
+
+    return compile_graph
 
 
 def _on_its_own(

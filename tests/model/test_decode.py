@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.caches import CacheOptions
 from model.config import ModelConfig
 from model.decode import DecodeStep
 from model.decode_linear import Int8Linear
@@ -159,6 +160,74 @@ def test_one_step_serves_batches_and_memories_of_several_sizes_in_any_order():
             torch.testing.assert_close(logits, uncached[:, place], rtol=0, atol=1e-4)
     # Nothing but the place in the memory is left open, so that each is called directly.
     assert len(step._views_compiled._direct) == 3
+
+
+@torch.inference_mode()
+def test_tokens_laid_out_otherwise_are_another_case():
+    model = build(BASE)
+    step = DecodeStep(model, compiled=True)
+    tokens = torch.randint(31, (2, 8))
+    uncached = model(tokens).logits
+    for column in (
+        lambda t, at: t[:, at : at + 1],
+        lambda t, at: t[:, at : at + 1].contiguous(),
+        lambda t, at: t[:, at : at + 1].int(),
+    ):
+        cache = FullCache(BASE, batch=2)
+        model(tokens[:, :4], cache=cache)
+        for place in range(4, 8):
+            logits = step(column(tokens, place), cache)
+            torch.testing.assert_close(logits, uncached[:, place], rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_what_the_model_refuses_is_refused_when_called_directly_too():
+    model = build(BASE)
+    step = DecodeStep(model, compiled=True)
+    cache = FullCache(BASE, capacity=24)
+    token = torch.ones(1, 1, dtype=torch.int64)
+    for _ in range(16):
+        step(token, cache)
+    with pytest.raises(ValueError, match=r"longer than model\.context_length=16"):
+        step(token, cache)
+    assert cache.length == 16
+
+
+@pytest.mark.parametrize("weights", ["full", "int8"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_autocast_reaches_replaced_layers(compiled, weights):
+    model = build(replace(BASE, bias=True))
+    generator = Generator(model, compiled=compiled, weights=weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        generation = generator.generate([1, 2, 3], max_new_tokens=6).run()
+    assert len(generation.tokens[0]) == 6
+
+
+def test_a_window_that_moves_is_read_by_views_whatever_the_shapes(monkeypatch):
+    """Its memory holds places never written, and more of them than the model has positions."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    for config in (BASE, replace(BASE, position="alibi")):
+        model = build(config)
+        generator = Generator(model, at_limit="stream", compiled=True)
+        generator.step.fixed_shapes = True
+        options = SamplingOptions(temperature=0)
+        request = {"max_new_tokens": 60, "options": options}
+        expected = Generator(model, at_limit="stream").generate([1, 2], **request).run().tokens
+        assert generator.generate([1, 2], **request).run().tokens == expected
+
+
+@pytest.mark.slow
+def test_a_context_of_two_tokens_streams_compiled():
+    model = build(replace(BASE, context_length=2))
+    options, request = SamplingOptions(temperature=0), {"max_new_tokens": 20}
+    found = [
+        Generator(model, at_limit="stream", compiled=compiled, cache=CacheOptions(sinks=1))
+        .generate([1], options=options, **request)
+        .run()
+        .tokens
+        for compiled in (False, True)
+    ]
+    assert found[0] == found[1]
 
 
 def test_compiling_needs_the_cache():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -107,3 +109,25 @@ def test_any_number_of_them_is_compiled() -> None:
         call = DirectCall(function, function.layer, {})
         assert sides(call, torch.ones(9), 1, 4) == (8, 4)
         assert "case" in call._direct
+
+
+def test_nothing_keeps_a_model_alive() -> None:
+    function = Scaled()
+    call = DirectCall(function, function.layer, {})
+    sides(call, torch.ones(9), 1, 4)
+    weight = weakref.ref(function.layer.weight)
+    del call, function
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_number_compiled_for_as_it_is_keeps_the_checks() -> None:
+    """As where a check leaves only one length: every length is right, none is called directly."""
+
+    def function(tensors: list[Tensor], sizes: Tensor) -> Tensor:
+        return tensors[0] * (3 if numbers(sizes)[1] == 7 else 2)
+
+    call = DirectCall(function, nn.Identity(), {})
+    for length, factor in [(7, 3), (5, 2), (7, 3), (6, 2)]:
+        assert call("case", [torch.ones(1)], (0, length), compiles=True).item() == factor
+    assert "case" not in call._direct

@@ -13,7 +13,18 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # Triton kernels run on the CPU, in the interpreter. Triton reads this once, when it is imported.
 os.environ["TRITON_INTERPRET"] = "1"
 
+from importlib.util import find_spec
+
 import pytest
+
+
+@pytest.fixture(scope="session")
+def quick_interpreter() -> None:
+    """For tests that run Triton kernels; see `tests.interpreter`."""
+    if find_spec("triton") is not None:
+        from tests.interpreter import quicken
+
+        quicken()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

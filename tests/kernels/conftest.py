@@ -8,6 +8,11 @@ import torch
 from kernels import chunks
 
 
+@pytest.fixture(autouse=True, scope="session")
+def interpreter(quick_interpreter: None) -> None:
+    """Many of these tests run Triton kernels."""
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny matrices are fastest on one thread."""

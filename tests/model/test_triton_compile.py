@@ -8,6 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from model.config import ModelConfig
 from model.decoder import Decoder
 
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+
 CONFIG = ModelConfig(
     vocab_size=11,
     context_length=24,

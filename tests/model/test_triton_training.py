@@ -1,10 +1,13 @@
 """A model trains through the Triton kernels as it does through the stock operations."""
 
+import pytest
 import torch
 from torch import Tensor
 
 from model.config import ModelConfig
 from model.decoder import Decoder
+
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
 CONFIG = ModelConfig(
     vocab_size=11,
@@ -20,13 +23,13 @@ CONFIG = ModelConfig(
 
 
 def loss_curve(backend: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of 20 steps on one batch, and the parameters after them."""
+    """Losses of 10 steps on one batch, and the parameters after them."""
     torch.manual_seed(0)
     model = Decoder(CONFIG, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     tokens = torch.randint(CONFIG.vocab_size, (1, 41))
     losses = []
-    for _ in range(20):
+    for _ in range(10):
         loss = model(tokens[:, :-1], tokens[:, 1:]).loss
         optimizer.zero_grad()
         loss.backward()

@@ -31,8 +31,13 @@ def assert_compiled_once(launches: list[dict[str, Any]]) -> None:
         assert launch["call"] == call or not launch["new"], (*kernel, launch["call"])
 
 
-def test_a_kernel_is_compiled_once_for_all_lengths() -> None:
-    launches = launched("sm_90", "first")
+@pytest.fixture(scope="module")
+def launches() -> list[dict[str, Any]]:
+    """All cases on sm_90, compiled to Triton's first form."""
+    return launched("sm_90", "first")
+
+
+def test_a_kernel_is_compiled_once_for_all_lengths(launches: list[dict[str, Any]]) -> None:
     assert len({(launch["case"], launch["call"]) for launch in launches}) > 20
     assert_compiled_once(launches)
 
@@ -45,9 +50,10 @@ def test_machine_code_fits_its_launches(arch: str) -> None:
     assert_compiled_once(launches)
 
 
-def test_arguments_and_grids_are_those_of_the_call() -> None:
-    launches = launched("sm_90", "first", "everything")
-    by_name = {launch["kernel"]: launch for launch in launches if launch["call"] == "301"}
+def test_arguments_and_grids_are_those_of_the_call(launches: list[dict[str, Any]]) -> None:
+    called = ("everything", "301")
+    found = [launch for launch in launches if (launch["case"], launch["call"]) == called]
+    by_name = {launch["kernel"]: launch for launch in found}
     grids = {name: launch["grid"] for name, launch in by_name.items()}
     assert grids == {
         "forward_kernel": [3, 8, 1],  # 128 rows in a tile; 2 sequences of 4 heads

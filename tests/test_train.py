@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,26 @@ def command(folder: Path, *arguments: str) -> tuple[int, str, str]:
     return finish(start(folder, *arguments))
 
 
+@pytest.fixture
+def called(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """The command without a process of its own, whose start takes longer than a tiny run."""
+
+    def call(folder: Path, *arguments: str) -> tuple[int, str, str]:
+        (folder / "text.txt").write_text(runs.TEXT, encoding="utf-8")
+        code = 0
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)
+            patch.setattr(sys, "argv", ["train.py", *arguments])
+            patch.setenv("HYDRA_FULL_ERROR", "0")  # restored afterwards; the command sets it
+            try:
+                train_module.main()
+            except SystemExit as end:
+                code = end.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
 def test_a_run_leaves_a_folder_that_tells_the_whole_story(tmp_path):
     code, out, err = command(tmp_path, "data.path=text.txt", *TINY, "telemetry.report=true")
     assert code == 0, err
@@ -104,8 +125,8 @@ def test_a_run_leaves_a_folder_that_tells_the_whole_story(tmp_path):
     assert load_checkpoint(marked).step == best["step"]
 
 
-def test_help_is_a_page_about_this_program(tmp_path):
-    code, out, _ = command(tmp_path, "--help")
+def test_help_is_a_page_about_this_program(tmp_path, called):
+    code, out, _ = called(tmp_path, "--help")
     assert code == 0
     lines = out.splitlines()
     assert lines[0].startswith("Train a glassgpt model:")
@@ -115,8 +136,8 @@ def test_help_is_a_page_about_this_program(tmp_path):
     assert max(len(line) for line in lines) < 160
 
 
-def test_a_dry_run_shows_the_plan_and_leaves_no_run(tmp_path):
-    code, out, err = command(tmp_path, "data.path=text.txt", "dry_run=true", *TINY)
+def test_a_dry_run_shows_the_plan_and_leaves_no_run(tmp_path, called):
+    code, out, err = called(tmp_path, "data.path=text.txt", "dry_run=true", *TINY)
     assert code == 0, err
     assert not (tmp_path / "runs").exists()
     for part in (
@@ -137,22 +158,30 @@ def test_a_dry_run_shows_the_plan_and_leaves_no_run(tmp_path):
         ),
         (("--lr", "1"), "error: --lr is not a flag: settings are written optim.lr=value"),
         (("data.path=nowhere.txt",), "error: data.path=nowhere.txt does not exist"),
-        (
-            ("data.path=text.txt", "model.context_length=5000"),
-            "error: the val split has 1179 tokens, but one window of model.context_length=5000",
-        ),
     ],
 )
-def test_mistakes_end_with_one_line_and_no_run(tmp_path, arguments, expected):
-    code, _, err = command(tmp_path, *arguments)
+def test_mistakes_end_with_one_line_and_no_run(tmp_path, called, arguments, expected):
+    assert_refused(tmp_path, called(tmp_path, *arguments), expected)
+
+
+def test_a_text_too_short_for_a_window_ends_with_one_line_and_no_run(tmp_path):
+    assert_refused(
+        tmp_path,
+        command(tmp_path, "data.path=text.txt", "model.context_length=5000"),
+        "error: the val split has 1179 tokens, but one window of model.context_length=5000",
+    )
+
+
+def assert_refused(folder: Path, ended: tuple[int, str, str], expected: str) -> None:
+    code, _, err = ended
     assert code == 2
     assert err.startswith(expected)
     assert len(err.splitlines()) == 1
-    assert not (tmp_path / "runs").exists()
+    assert not (folder / "runs").exists()
 
 
-def test_multirun_gives_each_job_its_folder_and_status(tmp_path):
-    code, _, err = command(
+def test_multirun_gives_each_job_its_folder_and_status(tmp_path, called):
+    code, _, err = called(
         tmp_path,
         "data.path=text.txt",
         "-m",
@@ -167,7 +196,7 @@ def test_multirun_gives_each_job_its_folder_and_status(tmp_path):
     assert [read_status(folder) for folder in folders] == ["done", "failed"]
 
 
-def test_sigterm_saves_and_the_run_goes_on(tmp_path):
+def test_sigterm_saves_and_the_run_goes_on(tmp_path, called):
     arguments = ["data.path=text.txt", *TINY, "train.max_steps=100000", "train.eval_every=100000"]
     process = start(tmp_path, *arguments)
     metrics = None
@@ -186,20 +215,19 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path):
     assert read_status(run) == "preempted"
     step = load_checkpoint(list_checkpoints(run)[-1]).step
     assert f"stopped by SIGTERM after step {step}; resume={run}" in out
-    code, out, err = command(tmp_path, "resume=latest", f"train.max_steps={step + 2}")
+    code, out, err = called(tmp_path, "resume=latest", f"train.max_steps={step + 2}")
     assert code == 0, err
     assert read_status(run) == "done"
     assert f"resumed at step {step}" in out
 
 
-def test_two_ranks_train_the_model_of_one(tmp_path):
+def test_two_ranks_train_the_model_of_one(tmp_path, called):
     """1 x 8 and 2 x 4 sequences: equal losses, weights and evaluations; rank 0 owns the folder."""
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     arguments = ["data.path=text.txt", *TINY, "train.batch_size=8", "train.eval_windows=null"]
     arguments += ["data.mode=document", "optim.kind=adamw"]
-    alone = start(tmp_path / "one", *arguments)
-    code, _, err = finish(alone)
+    code, _, err = called(tmp_path / "one", *arguments)
     assert code == 0, err
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     together = start(tmp_path / "two", *arguments, "train.micro_batch_size=2", launcher=launcher)

@@ -21,7 +21,7 @@ from tests.training import runs
 from tests.training.test_resume import interrupt
 from train import train
 from training import telemetry
-from training.config import UserError, check_config
+from training.config import UserError, check_config, from_dict
 from training.overhead import Overhead
 from training.telemetry import TelemetryConfig, is_due
 
@@ -180,24 +180,25 @@ def test_micro_steps_do_not_change_a_record(tmp_path):
 
 
 def test_two_ranks_write_the_records_of_one(tmp_path):
-    found = []
-    for ranks in (1, 2):
-        place = tmp_path / str(ranks)
+    places = [tmp_path / "one", tmp_path / "two"]
+    settings = []
+    for place in places:
         place.mkdir()
-        settings = runs.settings(place, train__batch_size=8, **unequal_documents(place))
-        settings["model"]["init_std"] = 0.3
-        (place / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        script = str(Path(__file__).parent / "train_settings.py")
-        done = subprocess.run(
-            [sys.executable, *launcher, script, str(place / "settings.json")],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr
-        found.append(runs.newest(place))
+        settings.append(runs.settings(place, train__batch_size=8, **unequal_documents(place)))
+        settings[-1]["model"]["init_std"] = 0.3
+    train(from_dict(settings[0]), [])
+    (places[1] / "settings.json").write_text(json.dumps(settings[1]), encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = str(Path(__file__).parent / "train_settings.py")
+    done = subprocess.run(
+        [sys.executable, *launcher, script, str(places[1] / "settings.json")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [runs.newest(place) for place in places]
     for kind in ("train", "probe"):
         records = [read_records(run, kind) for run in found]
         assert records[0]

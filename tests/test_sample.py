@@ -425,9 +425,13 @@ def test_a_pipe_goes_in_and_utf8_comes_out_wherever_it_runs(run: Path) -> None:
     assert b"reading the prompt from standard input" in err
 
 
-@pytest.mark.parametrize("ending", ["reader gone", "interrupt"])
-def test_text_streams_and_the_program_ends_quietly(run: Path, ending: str) -> None:
-    program = start("--run", str(run), *LONG, stdin=subprocess.DEVNULL)
+@pytest.mark.parametrize(
+    ("ending", "compiling"),
+    [("reader gone", "false"), ("interrupt", "auto")],  # which for so long a text compiles
+)
+def test_text_streams_and_the_program_ends_quietly(run: Path, ending: str, compiling: str) -> None:
+    how = [*LONG, "--compile", compiling]
+    program = start("--run", str(run), *how, stdin=subprocess.DEVNULL)
     assert program.stdout is not None
     assert program.stderr is not None
     # The first characters do not wait for a full buffer.

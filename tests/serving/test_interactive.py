@@ -318,10 +318,15 @@ def test_tokens_are_shown_with_everything_visible() -> None:
 # As a program at a terminal
 
 
-def test_a_terminal_has_a_prompt_ctrl_c_and_ctrl_d(run: Path) -> None:
+@pytest.mark.parametrize(
+    "compiling",
+    ["false", pytest.param("auto", marks=pytest.mark.slow)],  # it does, for so long
+)
+def test_a_terminal_has_a_prompt_ctrl_c_and_ctrl_d(run: Path, compiling: str) -> None:
+    how = [*ENDLESS, "--compile", compiling]
     ours, theirs = pty.openpty()
     program = subprocess.Popen(
-        [sys.executable, str(ROOT / "sample.py"), "--run", str(run), "-i", *ENDLESS],
+        [sys.executable, str(ROOT / "sample.py"), "--run", str(run), "-i", *how],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

@@ -28,7 +28,8 @@ FEW_ROWS = 8
 MANY_ROWS = 32
 VECTOR = 16  # numbers in the widest vector: rows are filled up to a multiple of it
 BLOCKS = 8  # parts of a matrix that are read side by side for many rows
-BLOCKS_OF_ONE = 4  # and for one, which leaves the memory more to do at a time
+BLOCKS_OF_ONE = 4  # and for one, which keeps the memory busy where a matrix is LARGE
+LARGE = 1 << 18  # numbers; smaller matrices stay in a cache and are better read in one go
 INT8_LARGEST = 127
 
 
@@ -68,7 +69,8 @@ class RowsLinear(nn.Module):
 
 def row_by_row(rows: Tensor, weight: Tensor) -> Tensor:
     """(R, C) and (N, C) -> (R, N): a sum for every row, all in one walk through the matrix."""
-    blocks = _blocks(weight, BLOCKS_OF_ONE if len(rows) == 1 else 1)
+    alone = len(rows) == 1 and weight.numel() >= LARGE
+    blocks = _blocks(weight, BLOCKS_OF_ONE if alone else 1)
     sums = [torch.cat([(row * block).sum(-1) for block in blocks]) for row in in_memory(rows)]
     return torch.stack(sums)
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from model import decode_linear
 from model.config import ModelConfig
 from model.decode_linear import (
     FEW_ROWS,
@@ -19,10 +20,12 @@ from model.decode_linear import (
 from model.decoder import Decoder
 
 
+@pytest.mark.parametrize("large", [0, decode_linear.LARGE])
 @pytest.mark.parametrize("product", [row_by_row, side_by_side])
 @pytest.mark.parametrize("n_rows", [1, 2, 3, 8, 9, 16, 17])
 @pytest.mark.parametrize(("n_out", "width"), [(1, 1), (7, 33), (8, 16), (24, 100)])
-def test_both_sums_are_the_product(product, n_rows, n_out, width):
+def test_both_sums_are_the_product(product, n_rows, n_out, width, large, monkeypatch):
+    monkeypatch.setattr(decode_linear, "LARGE", large)
     torch.manual_seed(n_rows)
     rows, weight = torch.randn(n_rows, width), torch.randn(n_out, width)
     exact = rows.double() @ weight.double().T

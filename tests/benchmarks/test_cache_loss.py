@@ -14,12 +14,9 @@ from model.caches import CacheOptions
 from tests.model.tiny import tiny_model, tiny_tokens
 from tests.training.runs import run as train_run
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def benchmark() -> ModuleType:
     return importlib.import_module("cache_loss")
 
 

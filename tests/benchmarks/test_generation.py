@@ -3,9 +3,7 @@
 import importlib
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,12 +14,9 @@ from model.decoder import Decoder
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.import_module("generation")
     tiny = replace(module.SHAPE, vocab_size=64, n_layer=1, n_embd=32, mlp_dim=48, init_std=0.2)
     monkeypatch.setattr(module, "SHAPE", tiny)

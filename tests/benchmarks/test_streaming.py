@@ -16,12 +16,9 @@ from tests.model.slow_stream import SlowStream
 from tests.model.tiny import tiny_model, tiny_tokens
 from tests.training.runs import run as train_run
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def benchmark() -> ModuleType:
     return importlib.import_module("streaming")
 
 

@@ -1,7 +1,6 @@
 """The benchmark of what looking at the heads costs: its arithmetic, its peer, and one small run."""
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,18 +10,14 @@ from analysis.row_stats import wanted_stats
 from kernels.attention import AttentionSpec, attention
 from model.config import ModelConfig
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def benchmark() -> ModuleType:
     return importlib.import_module("telemetry_overhead")
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def memory() -> ModuleType:
     return importlib.import_module("telemetry_memory")
 
 

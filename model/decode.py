@@ -4,8 +4,8 @@ Reading a prompt is arithmetic; producing a token is memory traffic, because eve
 to be used once per sequence. What helps is here, and none of it changes what is computed:
 
 - `DecodeStep` compiles the model's own forward pass for this case. Places in the cache come in as
-  sizes, so that one compilation serves every length, and what has been compiled is called directly
-  (`model/direct_call.py`).
+  sizes, so that one compilation serves every length. For a CPU it is compiled ahead of time and
+  kept on disk, and no Python runs between two layers (`model/ahead_of_time.py`).
 - On a CPU products and attention are written as sums (`model/decode_linear.py`,
   `kernels/row_attention.py`), so that the whole step becomes one piece of machine code.
 - Weights in 8 bits are a quarter of the memory to read. They are what is not exact.
@@ -15,14 +15,16 @@ Modules are replaced in a copy of the model that shares its parameters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
+from model.ahead_of_time import AheadOfTime
 from model.decode_linear import Int8Linear, RowsLinear, with_linear_layers
 from model.decoder import Decoder
-from model.direct_call import DirectCall, numbers
 from model.kv_cache import FullCache, KVCache
 
 WEIGHTS = ("full", "int8")
@@ -83,65 +85,73 @@ class DecodeStep:
             self.model = with_linear_layers(model, RowsLinear)
         on_cuda = device.type == "cuda"
         self.fixed_shapes = compiled and (on_cuda if fixed_shapes is None else fixed_shapes)
-        if compiled:  # nothing is compiled before the first call, but to load the compiler is slow
-            options = {} if on_cuda else CPU_OPTIONS
-            self._views_compiled = DirectCall(self._views, self.model, options)
+        # Nothing is compiled before the first call, but to load PyTorch's compiler is slow.
+        if self.fixed_shapes:
             mode = "reduce-overhead" if on_cuda else None  # CUDA graphs
             self._whole_compiled = torch.compile(self._whole, mode=mode)
+            self._views_compiled = torch.compile(_views)
+        elif compiled:
+            # Traced with places behind the front of the memory, and before its end.
+            self._example = (1, max(model.config.prefix, 1) + 1)
+            self._ahead_of_time = AheadOfTime(_views, self.model, CPU_OPTIONS, self._example)
 
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Read one token per sequence, (B, 1), and return the logits that follow, (B, V).
 
-        Compiled, the cache must be a `Memory`: a FullCache or a StreamingCache.
+        Compiled, the cache must be a `Memory`: a FullCache or a StreamingCache; and on a CPU the
+        logits have no gradient.
         """
         if not self.compiled:
-            return self._logits(tokens, cache)
+            return _logits(self.model, tokens, cache)
         return self._compiled_logits(tokens, cast(Memory, cache))
 
     def _compiled_logits(self, tokens: Tensor, cache: Memory) -> Tensor:
-        self.model.check_call(tokens, cache=cache)  # what is called directly checks nothing
-        cache.extend(1)
+        self.model.check_call(tokens, cache=cache)  # machine code checks nothing
         if self.fixed_shapes and isinstance(cache, FullCache):
+            cache.extend(1)
             lengths = torch.full((len(tokens),), cache.end, device=tokens.device, dtype=torch.int32)
             for memory in (*cache.keys, *cache.values):
                 torch._dynamo.mark_static_address(memory)
             torch.compiler.cudagraph_mark_step_begin()
             return self._whole_compiled(tokens, cache.keys, cache.values, lengths)
-        tensors = [tokens, *cache.keys, *cache.values]
-        length = cache.end - cache.begin
-        case = (
-            tokens.device,
-            tokens.dtype,
-            tokens.shape,
-            tokens.stride(),
-            cache.keys[0].dtype,
-            cache.keys[0].shape,
-            cache.keys[0].stride(),
-            cache.values[0].stride(),
-            cache.begin == 0,
-            torch.get_num_threads(),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled(tokens.device.type),
-        )
-        # The compiler keeps views of one place and of the whole memory apart, although its code for
-        # any length is right for them too: they are not what to compile for.
-        is_usual = length > 1 and cache.end < cache.keys[0].shape[2]
-        return self._views_compiled(case, tensors, (cache.begin, length), is_usual)
+        tensors = [tokens.flatten().long().contiguous(), *cache.keys, *cache.values]
+        run = self._views_on(tensors)  # before the cache counts a token: compiling may be stopped
+        cache.extend(1)
+        return run(tensors, cache.begin, cache.end - cache.begin)
 
-    def _views(self, tensors: list[Tensor], places: Tensor) -> Tensor:
-        tokens, memory = tensors[0], tensors[1:]
-        keys, values = memory[: len(memory) // 2], memory[len(memory) // 2 :]
-        begin, length = numbers(places)
-        return self._logits(tokens, _Views(keys, values, begin, begin + length))
+    def _views_on(self, tensors: list[Tensor]) -> Callable[[list[Tensor], int, int], Tensor]:
+        """`_views` of this model, in the form that is the fastest for such tensors."""
+        if self.fixed_shapes:
+            return partial(self._views_compiled, self.model)
+        keys, values = tensors[1], tensors[-1]
+        if keys.shape[2] <= sum(self._example):
+            return partial(_views, self.model)
+        case = (
+            keys.dtype,
+            keys.shape,
+            keys.stride(),
+            values.stride(),
+            self.model.embed.weight.dtype,
+            torch.get_num_threads(),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        )
+        return self._ahead_of_time.for_case(case, tensors)
 
     def _whole(
         self, tokens: Tensor, keys: list[Tensor], values: list[Tensor], lengths: Tensor
     ) -> Tensor:
-        return self._logits(tokens, _Whole(keys, values, lengths))
+        return _logits(self.model, tokens, _Whole(keys, values, lengths))
 
-    def _logits(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        return self.model(tokens, cache=cache, only_last=True).logits[:, -1]
+
+def _views(model: Decoder, tensors: list[Tensor], begin: int, length: int) -> Tensor:
+    """Read tokens (B,), whose keys and values go to place begin + length - 1 of memory."""
+    tokens, memory = tensors[0][:, None], tensors[1:]
+    keys, values = memory[: len(memory) // 2], memory[len(memory) // 2 :]
+    return _logits(model, tokens, _Views(keys, values, begin, begin + length))
+
+
+def _logits(model: Decoder, tokens: Tensor, cache: KVCache) -> Tensor:
+    return model(tokens, cache=cache, only_last=True).logits[:, -1]
 
 
 def check_weights(weights: str, device: torch.device) -> None:

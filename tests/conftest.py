@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Set before any library reads them: no hub, no tracker account, no colours in captured output.
 # One thread per process: the models are tiny, and tests share the cores among processes instead.
@@ -12,6 +15,11 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Triton kernels run on the CPU, in the interpreter. Triton reads this once, when it is imported.
 os.environ["TRITON_INTERPRET"] = "1"
+# What is kept on disk for later programs is made anew, once for all processes of the tests.
+if "GLASSGPT_TESTS_CACHE" not in os.environ:
+    os.environ["GLASSGPT_TESTS_CACHE"] = tempfile.mkdtemp(prefix="glassgpt-tests-")
+    atexit.register(shutil.rmtree, os.environ["GLASSGPT_TESTS_CACHE"], ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = os.environ["GLASSGPT_TESTS_CACHE"]
 
 from importlib.util import find_spec
 

@@ -38,8 +38,6 @@ CONFIGS = {
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.compiler.reset()  # every test has its own count of compilations
-    torch._dynamo.utils.counters.clear()
     yield
     torch.set_num_threads(before)
 
@@ -49,8 +47,9 @@ def build(config: ModelConfig) -> Decoder:
     return Decoder(replace(config, init_std=0.3)).eval()
 
 
-def compilations() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+def compiled_cases(step: DecodeStep) -> int:
+    """How many pieces of machine code a step uses."""
+    return len(step._ahead_of_time._ready)
 
 
 def round_to_8_bits(model: Decoder) -> None:
@@ -64,7 +63,7 @@ def round_to_8_bits(model: Decoder) -> None:
 
 @torch.inference_mode()
 def check_compiled_equals_eager(
-    config: ModelConfig, fixed_shapes=False, rows=1, weights="full", expected=1
+    config: ModelConfig, fixed_shapes=False, rows=1, weights="full"
 ) -> None:
     """Every length from the shortest prompt to the last place, against one uncached pass."""
     model = build(config)
@@ -79,7 +78,7 @@ def check_compiled_equals_eager(
         for place in range(read, config.context_length):
             logits = step(tokens[:, place : place + 1], cache)
             torch.testing.assert_close(logits, uncached[:, place], rtol=0, atol=1e-4)
-    assert compilations() == expected
+    assert fixed_shapes or compiled_cases(step) == 1
 
 
 def test_one_compilation_serves_every_length_and_equals_the_uncached_pass():
@@ -112,7 +111,7 @@ def test_compiled_8_bits_of_few_rows_are_rounded_nowhere_else(name, rows):
 def test_fixed_shapes_mean_the_same_as_views(config, monkeypatch):
     """The same functions as above, run as they are: what a GPU compiles is checked here too."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    check_compiled_equals_eager(config, fixed_shapes=True, expected=0)
+    check_compiled_equals_eager(config, fixed_shapes=True)
 
 
 def test_a_compiled_generator_slides_as_the_eager_one_does_and_compiles_once():
@@ -124,7 +123,7 @@ def test_a_compiled_generator_slides_as_the_eager_one_does_and_compiles_once():
         request = {"max_new_tokens": 40, "options": options}
         expected = slow.generate(prompt, **request).run().tokens
         assert fast.generate(prompt, **request).run().tokens == expected
-    assert compilations() == 1
+    assert compiled_cases(fast.step) == 1
 
 
 def test_a_compiled_generator_streams_as_the_eager_one_does():
@@ -141,7 +140,6 @@ def test_a_compiled_generator_streams_as_the_eager_one_does():
     ]
     assert found[0] == found[1]
     assert found[2] == found[3] == [found[0][0]] * 2
-    assert compilations() <= 4  # the window at the front of the memory and behind it, 1 and 2 rows
 
 
 @torch.inference_mode()
@@ -158,12 +156,11 @@ def test_one_step_serves_batches_and_memories_of_several_sizes_in_any_order():
         for place in range(read, capacity):
             logits = step(tokens[:, place : place + 1], cache)
             torch.testing.assert_close(logits, uncached[:, place], rtol=0, atol=1e-4)
-    # Nothing but the place in the memory is left open, so that each is called directly.
-    assert len(step._views_compiled._direct) == 3
+    assert compiled_cases(step) == 3
 
 
 @torch.inference_mode()
-def test_tokens_laid_out_otherwise_are_another_case():
+def test_tokens_may_be_laid_out_otherwise():
     model = build(BASE)
     step = DecodeStep(model, compiled=True)
     tokens = torch.randint(31, (2, 8))
@@ -178,6 +175,7 @@ def test_tokens_laid_out_otherwise_are_another_case():
         for place in range(4, 8):
             logits = step(column(tokens, place), cache)
             torch.testing.assert_close(logits, uncached[:, place], rtol=0, atol=1e-4)
+    assert compiled_cases(step) == 1
 
 
 @torch.inference_mode()
@@ -209,7 +207,7 @@ def test_a_window_that_moves_is_read_by_views_whatever_the_shapes(monkeypatch):
     for config in (BASE, replace(BASE, position="alibi")):
         model = build(config)
         generator = Generator(model, at_limit="stream", compiled=True)
-        generator.step.fixed_shapes = True
+        generator.step = DecodeStep(model, compiled=True, fixed_shapes=True)
         options = SamplingOptions(temperature=0)
         request = {"max_new_tokens": 60, "options": options}
         expected = Generator(model, at_limit="stream").generate([1, 2], **request).run().tokens

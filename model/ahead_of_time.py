@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ class AheadOfTime:
         options: the compiler's own (`torch._inductor.list_options()`).
         example: numbers to trace the function with. It must be possible to call it with them, and
             what it does with others must not depend on what it does with these.
+        log: told in one line when it has to compile, which takes tens of seconds.
+
+    `seconds` counts the time spent on compiling.
     """
 
     def __init__(
@@ -56,11 +60,14 @@ class AheadOfTime:
         module: nn.Module,
         options: dict[str, Any],
         example: tuple[int, int],
+        log: Callable[[str], None] = lambda line: None,
     ):
         self._function = function
         self._module = module
         self._options = options
-        self._example = example
+        self.example = example
+        self.seconds = 0.0
+        self._log = log
         self._weights = list(_weights(module).values())
         self._lock = threading.Lock()
         self._ready: dict[Hashable, Callable[[list[Tensor], int, int], Tensor]] = {}
@@ -92,7 +99,10 @@ class AheadOfTime:
             code = _load(path)
             os.utime(path)
         except (OSError, RuntimeError):  # there is none, or it is damaged
+            self._log("compiling for this model and number of texts: once, some tens of seconds")
+            started = time.perf_counter()
             code = self._compile(tensors, path)
+            self.seconds += time.perf_counter() - started
         return code
 
     def _compile(self, tensors: list[Tensor], path: Path) -> MachineCode:
@@ -121,7 +131,7 @@ class AheadOfTime:
             examples = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in tensors]
             program = export(
                 _Explicit(self._function, module, list(weights)),
-                (examples, _sizes(*self._example), list(weights.values())),
+                (examples, _sizes(*self.example), list(weights.values())),
                 dynamic_shapes=([None] * len(tensors), sizes, [None] * len(weights)),
             )
             aoti_compile_and_package(
@@ -131,7 +141,7 @@ class AheadOfTime:
     def _key(self, case: Hashable) -> str:
         """A name for the machine code of a case: the same only if all it depends on is."""
         told = hashlib.sha256()
-        traced = (self._function.__qualname__, self._example, sorted(self._options.items()))
+        traced = (self._function.__qualname__, self.example, sorted(self._options.items()))
         for part in (case, *traced, *_description(self._module)):
             told.update(f"{part}\n".encode())
         for path in _sources(self._module):
@@ -193,6 +203,11 @@ def code_folder() -> Path:
     return Path(root, "glassgpt", "compiled", f"torch-{torch.__version__}-{_processor()}")
 
 
+def has_compiled() -> bool:
+    """Whether compiling has worked on this machine, as far as the disk knows."""
+    return any(code_folder().glob("*.pt2"))
+
+
 @cache
 def _processor() -> str:
     """Tells processors apart that do not run each other's machine code."""
@@ -237,10 +252,11 @@ def _description(module: nn.Module) -> Iterable[str]:
 
 
 def _plain(value: object) -> str:
-    """A `repr` that is the same in another process."""
+    """A `repr` that is the same in another process, where there is one."""
     if isinstance(value, partial):
-        function = f"{value.func.__module__}.{value.func.__qualname__}"
-        return f"{function} {value.args!r} {value.keywords!r}"
+        return f"{_plain(value.func)} {value.args!r} {value.keywords!r}"
+    if isinstance(value, FunctionType) and "<" not in value.__qualname__:
+        return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
 
 

@@ -60,6 +60,11 @@ class Context:
         """Memory of the keys and values, 0 without a cache."""
         return 0 if self._cache is None else self._cache.nbytes
 
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds that the step which reads a token has spent on compiling itself."""
+        return self._step.compile_seconds
+
     def occurrences(self, options: SamplingOptions) -> Occurrences:
         """Begin to note which tokens occur, as the penalties ask for it."""
         return Occurrences(options, self._tokens[:, : self._length], self._config.vocab_size)

@@ -58,11 +58,13 @@ class DecodeStep:
 
     Args:
         model: the decoder. Its parameters are shared: what is written into them is seen here.
-        compiled: compile the step. The first call then takes as long as that takes.
+        compiled: compile the step. The first call then takes as long as that takes, unless the
+            machine code of an equal step is on disk (`model.ahead_of_time.code_folder`).
         weights: "full", or "int8": linear layers in 8 bits, made once from the weights as they are.
         fixed_shapes: let attention read the whole memory, with the lengths beside it, so that no
             shape ever changes: what CUDA graphs need. None: compiled on CUDA. A cache that moves
             through its memory is read by changing views all the same.
+        log: told in one line before a long compilation.
 
     Raises ValueError in one line for weights that this device cannot multiply.
     """
@@ -74,6 +76,7 @@ class DecodeStep:
         compiled: bool = False,
         weights: str = "full",
         fixed_shapes: bool | None = None,
+        log: Callable[[str], None] = lambda line: None,
     ):
         device = model.embed.weight.device
         check_weights(weights, device)
@@ -85,6 +88,7 @@ class DecodeStep:
             self.model = with_linear_layers(model, RowsLinear)
         on_cuda = device.type == "cuda"
         self.fixed_shapes = compiled and (on_cuda if fixed_shapes is None else fixed_shapes)
+        self._ahead_of_time: AheadOfTime | None = None
         # Nothing is compiled before the first call, but to load PyTorch's compiler is slow.
         if self.fixed_shapes:
             mode = "reduce-overhead" if on_cuda else None  # CUDA graphs
@@ -92,8 +96,13 @@ class DecodeStep:
             self._views_compiled = torch.compile(_views)
         elif compiled:
             # Traced with places behind the front of the memory, and before its end.
-            self._example = (1, max(model.config.prefix, 1) + 1)
-            self._ahead_of_time = AheadOfTime(_views, self.model, CPU_OPTIONS, self._example)
+            example = (1, max(model.config.prefix, 1) + 1)
+            self._ahead_of_time = AheadOfTime(_views, self.model, CPU_OPTIONS, example, log)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling ahead of time."""
+        return 0.0 if self._ahead_of_time is None else self._ahead_of_time.seconds
 
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Read one token per sequence, (B, 1), and return the logits that follow, (B, V).
@@ -124,7 +133,7 @@ class DecodeStep:
         if self.fixed_shapes:
             return partial(self._views_compiled, self.model)
         keys, values = tensors[1], tensors[-1]
-        if keys.shape[2] <= sum(self._example):
+        if self._ahead_of_time is None or keys.shape[2] <= sum(self._ahead_of_time.example):
             return partial(_views, self.model)
         case = (
             keys.dtype,

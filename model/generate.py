@@ -38,7 +38,7 @@ up to L - P + 1 new ones after a prompt of P.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,7 @@ class Report:
     prefill_seconds: float = 0.0  # reading the prompt and drawing each sample's first token
     decoded_tokens: int = 0  # produced after those first ones
     decode_seconds: float = 0.0
+    compile_seconds: float = 0.0  # ahead of time, for a CPU; in neither of the two above
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
@@ -91,9 +92,11 @@ class Report:
             f"read {self.prompt_tokens} tokens in {self.prefill_seconds:.3f} s"
             f"{_rate(self.prefill_tokens_per_s)}, produced {self.produced_tokens}"
         )
-        if self.decode_tokens_per_s is None:
-            return text
-        return f"{text} in {self.decode_seconds:.3f} s{_rate(self.decode_tokens_per_s)}"
+        if self.decode_tokens_per_s is not None:
+            text += f" in {self.decode_seconds:.3f} s{_rate(self.decode_tokens_per_s)}"
+        if self.compile_seconds:
+            text += f", besides {self.compile_seconds:.1f} s of compiling"
+        return text
 
 
 def _rate(tokens_per_s: float | None) -> str:
@@ -114,8 +117,10 @@ class Generator:
         vocab_size: how many ids the tokenizer knows; higher ones, which pad the model's
             vocabulary, are never drawn. None: the model's own.
         compiled: compile the step that reads one token (`model.decode`): some tens of seconds
-            before the first one, then up to several times the speed, for every later call too.
+            before the first one, then up to several times the speed, for every later call too. On
+            a CPU the result is kept on disk for later programs.
         weights: "full", or "int8": linear layers in 8 bits, smaller and faster but not exact.
+        log: told in one line before a long compilation.
 
     Raises ValueError in one line for options that cannot work.
     """
@@ -131,6 +136,7 @@ class Generator:
         vocab_size: int | None = None,
         compiled: bool = False,
         weights: str = "full",
+        log: Callable[[str], None] = lambda line: None,
     ):
         if at_limit not in AT_LIMIT:
             raise ValueError(f"at_limit={at_limit!r} is not one of {', '.join(AT_LIMIT)}")
@@ -166,7 +172,7 @@ class Generator:
         self.cache = cache
         self.prefill_chunk = prefill_chunk
         self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
-        self.step = DecodeStep(model, compiled=compiled, weights=weights)
+        self.step = DecodeStep(model, compiled=compiled, weights=weights, log=log)
 
     def generate(
         self,
@@ -336,7 +342,7 @@ class Generation:
     def __next__(self) -> list[tuple[int, int]]:
         if not self._going:
             raise StopIteration
-        started = time.perf_counter()
+        started, compiled = time.perf_counter(), self._context.compile_seconds
         is_prefill = self._latest is None
         with torch.inference_mode():
             logits = self._context.next_logits(self._latest)
@@ -348,7 +354,9 @@ class Generation:
             rows = token_logprobs(logits, drawn, self._logprobs)
             for sample, _ in step:
                 self.logprobs[sample].append(rows[sample])
-        seconds = time.perf_counter() - started
+        compiling = self._context.compile_seconds - compiled
+        seconds = time.perf_counter() - started - compiling
+        self.report.compile_seconds += compiling
         self.report.produced_tokens += len(step)
         if is_prefill:
             self.report.prefill_seconds += seconds

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from data.tokenizers import Tokenizer
+from model.ahead_of_time import has_compiled
 from model.caches import CacheOptions
 from model.checkpoint import Checkpoint, is_checkpoint, resolve_run
 from model.config import ModelConfig
@@ -58,7 +59,7 @@ class Session:
         options |= changes
         key = frozenset(options.items())
         if key not in self.generators:
-            self.generators[key] = Generator(self.model, **options)
+            self.generators[key] = Generator(self.model, log=say, **options)
         return self.generators[key]
 
 
@@ -110,6 +111,8 @@ def compiles(args: argparse.Namespace, device: torch.device) -> bool:
     can = takes_steps and args.cache == "full" and not args.no_cache
     if args.compile == "auto" and (not can or args.max_new_tokens < COMPILING_PAYS):
         return False
+    if device.type == "cpu" and has_compiled():
+        return True
     problem = probe_compiler(device)
     if problem is None:
         return True

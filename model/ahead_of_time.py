@@ -47,8 +47,6 @@ class AheadOfTime:
         function: what to compile; it must read no module but the one it is given.
         module: owns the parameters and buffers.
         options: the compiler's own (`torch._inductor.list_options()`).
-        example: numbers to trace the function with. It must be possible to call it with them, and
-            what it does with others must not depend on what it does with these.
         log: told in one line when it has to compile, which takes tens of seconds.
 
     `seconds` counts the time spent on compiling.
@@ -59,13 +57,11 @@ class AheadOfTime:
         function: Function,
         module: nn.Module,
         options: dict[str, Any],
-        example: tuple[int, int],
         log: Callable[[str], None] = lambda line: None,
     ):
         self._function = function
         self._module = module
         self._options = options
-        self.example = example
         self.seconds = 0.0
         self._log = log
         self._weights = list(_weights(module).values())
@@ -73,9 +69,13 @@ class AheadOfTime:
         self._ready: dict[Hashable, Callable[[list[Tensor], int, int], Tensor]] = {}
 
     def for_case(
-        self, case: Hashable, tensors: list[Tensor]
+        self, case: Hashable, tensors: list[Tensor], example: tuple[int, int]
     ) -> Callable[[list[Tensor], int, int], Tensor]:
         """Return a function of tensors like these and of two numbers, compiled if need be.
+
+        `example` are numbers to trace the function with: possible ones, neither of them 0 or 1 in a
+        way that others are not, and as large as will be usual, since by them the compiler decides
+        what is worth more than one thread. The case determines them.
 
         Raises RuntimeError in one line where compiling fails.
         """
@@ -83,7 +83,8 @@ class AheadOfTime:
         if run is None:
             with self._lock:
                 if case not in self._ready:
-                    self._ready[case] = self._direct(self._machine_code(case, tensors))
+                    code = self._machine_code(case, tensors, example)
+                    self._ready[case] = self._direct(code)
                 run = self._ready[case]
         return run
 
@@ -93,7 +94,9 @@ class AheadOfTime:
 
         return run
 
-    def _machine_code(self, case: Hashable, tensors: list[Tensor]) -> MachineCode:
+    def _machine_code(
+        self, case: Hashable, tensors: list[Tensor], example: tuple[int, int]
+    ) -> MachineCode:
         path = code_folder() / f"{self._key(case)}.pt2"
         try:
             code = _load(path)
@@ -101,15 +104,15 @@ class AheadOfTime:
         except (OSError, RuntimeError):  # there is none, or it is damaged
             self._log("compiling for this model and number of texts: once, some tens of seconds")
             started = time.perf_counter()
-            code = self._compile(tensors, path)
+            code = self._compile(tensors, example, path)
             self.seconds += time.perf_counter() - started
         return code
 
-    def _compile(self, tensors: list[Tensor], path: Path) -> MachineCode:
+    def _compile(self, tensors: list[Tensor], example: tuple[int, int], path: Path) -> MachineCode:
         with tempfile.TemporaryDirectory() as scratch:
             package = Path(scratch) / "step.pt2"
             try:
-                self._build(tensors, package)
+                self._build(tensors, example, package)
             except Exception as error:  # the compiler raises errors of every class
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 reason = lines[0] if lines else type(error).__name__
@@ -118,7 +121,7 @@ class AheadOfTime:
                 _keep(package, path)
             return _load(package)
 
-    def _build(self, tensors: list[Tensor], package: Path) -> None:
+    def _build(self, tensors: list[Tensor], example: tuple[int, int], package: Path) -> None:
         from torch._inductor import aoti_compile_and_package
         from torch.export import Dim, export
 
@@ -131,7 +134,7 @@ class AheadOfTime:
             examples = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in tensors]
             program = export(
                 _Explicit(self._function, module, list(weights)),
-                (examples, _sizes(*self.example), list(weights.values())),
+                (examples, _sizes(*example), list(weights.values())),
                 dynamic_shapes=([None] * len(tensors), sizes, [None] * len(weights)),
             )
             aoti_compile_and_package(
@@ -141,8 +144,8 @@ class AheadOfTime:
     def _key(self, case: Hashable) -> str:
         """A name for the machine code of a case: the same only if all it depends on is."""
         told = hashlib.sha256()
-        traced = (self._function.__qualname__, self.example, sorted(self._options.items()))
-        for part in (case, *traced, *_description(self._module)):
+        options = sorted(self._options.items())
+        for part in (case, self._function.__qualname__, options, *_description(self._module)):
             told.update(f"{part}\n".encode())
         for path in _sources(self._module):
             told.update(path.read_bytes())

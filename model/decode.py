@@ -15,6 +15,7 @@ Modules are replaced in a copy of the model that shares its parameters.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol, cast
@@ -27,14 +28,23 @@ from model.decode_linear import Int8Linear, RowsLinear, with_linear_layers
 from model.decoder import Decoder
 from model.kv_cache import FullCache, KVCache
 
+Run = Callable[[list[Tensor], int, int], Tensor]
+
 WEIGHTS = ("full", "int8")
 # The pieces of a CPU's step are fused for good: what checks them between one another, or keeps a
 # product and a sum from being one instruction, only costs.
-CPU_OPTIONS = {"size_asserts": False, "cpp.enable_floating_point_contract_flag": "fast"}
+CPU_OPTIONS = {
+    "size_asserts": False,
+    "cpp.enable_floating_point_contract_flag": "fast",
+    "memory_planning": True,  # one piece of memory for all intermediate results
+}
 
 
 class Memory(KVCache, Protocol):
     """A cache that a compiled step can drive: attention reads places begin .. end of it."""
+
+    def reserve(self, n: int) -> None:
+        """Reserve the next n places, as `extend` does."""
 
     @property
     def keys(self) -> list[Tensor]:
@@ -88,16 +98,18 @@ class DecodeStep:
             self.model = with_linear_layers(model, RowsLinear)
         on_cuda = device.type == "cuda"
         self.fixed_shapes = compiled and (on_cuda if fixed_shapes is None else fixed_shapes)
+        self._weight = model.embed.weight
         self._ahead_of_time: AheadOfTime | None = None
+        # The latest cache, the settings it was used with, and what to call for it with those: to
+        # look at all that a case names takes longer than a layer.
+        self._recent: tuple[weakref.ref[Memory], tuple[object, ...], Run] | None = None
         # Nothing is compiled before the first call, but to load PyTorch's compiler is slow.
         if self.fixed_shapes:
             mode = "reduce-overhead" if on_cuda else None  # CUDA graphs
             self._whole_compiled = torch.compile(self._whole, mode=mode)
             self._views_compiled = torch.compile(_views)
         elif compiled:
-            # Traced with places behind the front of the memory, and before its end.
-            example = (1, max(model.config.prefix, 1) + 1)
-            self._ahead_of_time = AheadOfTime(_views, self.model, CPU_OPTIONS, example, log)
+            self._ahead_of_time = AheadOfTime(_views, self.model, CPU_OPTIONS, log)
 
     @property
     def compile_seconds(self) -> float:
@@ -123,28 +135,41 @@ class DecodeStep:
                 torch._dynamo.mark_static_address(memory)
             torch.compiler.cudagraph_mark_step_begin()
             return self._whole_compiled(tokens, cache.keys, cache.values, lengths)
-        tensors = [tokens.flatten().long().contiguous(), *cache.keys, *cache.values]
-        run = self._views_on(tensors)  # before the cache counts a token: compiling may be stopped
-        cache.extend(1)
+        if tokens.shape != (len(cache.keys[0]), 1):
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)}: the step reads one token of each sequence "
+                f"in the cache, ({len(cache.keys[0])}, 1)"
+            )
+        if tokens.dtype != torch.int64 or not tokens.is_contiguous():
+            tokens = tokens.long().contiguous()
+        tensors = [tokens, *cache.keys, *cache.values]
+        run = self._views_on(cache, tensors)  # first: who stops it finds the cache as it was
+        cache.reserve(1)
         return run(tensors, cache.begin, cache.end - cache.begin)
 
-    def _views_on(self, tensors: list[Tensor]) -> Callable[[list[Tensor], int, int], Tensor]:
+    def _views_on(self, cache: Memory, tensors: list[Tensor]) -> Run:
         """`_views` of this model, in the form that is the fastest for such tensors."""
         if self.fixed_shapes:
             return partial(self._views_compiled, self.model)
-        keys, values = tensors[1], tensors[-1]
-        if self._ahead_of_time is None or keys.shape[2] <= sum(self._ahead_of_time.example):
-            return partial(_views, self.model)
-        case = (
-            keys.dtype,
-            keys.shape,
-            keys.stride(),
-            values.stride(),
-            self.model.embed.weight.dtype,
+        settings = (
+            self._weight.dtype,
             torch.get_num_threads(),
             torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         )
-        return self._ahead_of_time.for_case(case, tensors)
+        if self._recent is None or self._recent[0]() is not cache or self._recent[1] != settings:
+            self._recent = (weakref.ref(cache), settings, self._run_for(tensors, settings))
+        return self._recent[2]
+
+    def _run_for(self, tensors: list[Tensor], settings: tuple[object, ...]) -> Run:
+        keys, values = tensors[1], tensors[-1]
+        # An example as long as the model sees, but neither from the first place nor to the last:
+        # views of those are special to the compiler.
+        config = self.model.config
+        example = (1, min(keys.shape[2] - 2, config.context_length))
+        if self._ahead_of_time is None or example[1] <= max(config.prefix, 1):
+            return partial(_views, self.model)
+        case = (keys.dtype, keys.shape, keys.stride(), values.stride(), *settings)
+        return self._ahead_of_time.for_case(case, tensors, example)
 
     def _whole(
         self, tokens: Tensor, keys: list[Tensor], values: list[Tensor], lengths: Tensor
@@ -153,8 +178,8 @@ class DecodeStep:
 
 
 def _views(model: Decoder, tensors: list[Tensor], begin: int, length: int) -> Tensor:
-    """Read tokens (B,), whose keys and values go to place begin + length - 1 of memory."""
-    tokens, memory = tensors[0][:, None], tensors[1:]
+    """Read tokens (B, 1), whose keys and values go to place begin + length - 1 of memory."""
+    tokens, memory = tensors[0], tensors[1:]
     keys, values = memory[: len(memory) // 2], memory[len(memory) // 2 :]
     return _logits(model, tokens, _Views(keys, values, begin, begin + length))
 

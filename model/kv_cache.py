@@ -89,6 +89,11 @@ class Counted:
 
         Raises ValueError beyond the capacity, before anything is changed.
         """
+        self.reserve(n)
+        return self._positions[:, self._start : self.length]
+
+    def reserve(self, n: int) -> None:
+        """Reserve the next n places, as `extend` does."""
         if self.length + n > self.capacity:
             raise ValueError(
                 f"the cache holds {self.length} of at most {self.capacity} tokens; "
@@ -96,7 +101,6 @@ class Counted:
             )
         self._start = self.length
         self.length += n
-        return self._positions[:, self._start : self.length]
 
 
 class FullCache(Counted):

@@ -90,6 +90,11 @@ class StreamingCache:
 
         Raises ValueError for several tokens at once where one has to be evicted.
         """
+        self.reserve(n)
+        return self._positions[:, self._start : self.end]
+
+    def reserve(self, n: int) -> None:
+        """Make room for n tokens, as `extend` does."""
         if self.length + n <= self.capacity:
             self._start, self.end = self.end, self.end + n
         elif n == 1:
@@ -99,7 +104,6 @@ class StreamingCache:
                 f"the streaming cache holds {self.length} of {self.capacity} tokens; {n} more do "
                 f"not fit at once, and beyond its capacity it takes one at a time"
             )
-        return self._positions[:, self._start : self.end]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v (B, Hkv, n, D); return sinks and window, (B, Hkv, S, D), as views."""

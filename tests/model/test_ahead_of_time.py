@@ -41,7 +41,7 @@ def scaled_sum(module: Scale, tensors: list[Tensor], begin: int, length: int) ->
 
 
 def make(module: Scale) -> AheadOfTime:
-    return AheadOfTime(scaled_sum, module, {}, (1, 2))
+    return AheadOfTime(scaled_sum, module, {})
 
 
 def tensors(size: int = 40, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -77,7 +77,7 @@ def test_one_compilation_serves_all_numbers_memories_and_changed_weights(empty_d
     code = make(module)
     for size, begin, length in [(40, 0, 3), (40, 5, 7), (40, 39, 1), (40, 0, 40), (40, 0, 1)]:
         memory, count = tensors(size)
-        run = code.for_case("case", [memory, count])
+        run = code.for_case("case", [memory, count], (1, 5))
         for calls in (1, 2):
             expected = 2 * memory[begin : begin + length].sum()[None]
             torch.testing.assert_close(run([memory, count], begin, length), expected)
@@ -95,7 +95,7 @@ def test_one_compilation_serves_all_numbers_memories_and_changed_weights(empty_d
 
     # Another program, or the same with another object, finds it, whatever its weights are.
     other = make(Scale(value=5.0))
-    result = other.for_case("case", [memory, count])([memory, count], 0, 4)
+    result = other.for_case("case", [memory, count], (1, 5))([memory, count], 0, 4)
     torch.testing.assert_close(result, 5 * memory[:4].sum()[None])
     assert len(compilations) == 1
     assert other.seconds == 0
@@ -104,7 +104,7 @@ def test_one_compilation_serves_all_numbers_memories_and_changed_weights(empty_d
     (path,) = empty_disk.iterdir()
     path.write_bytes(path.read_bytes()[:5000])
     other = make(Scale(value=7.0))
-    result = other.for_case("case", [memory, count])([memory, count], 0, 4)
+    result = other.for_case("case", [memory, count], (1, 5))([memory, count], 0, 4)
     torch.testing.assert_close(result, 7 * memory[:4].sum()[None])
     assert len(compilations) == 2
 
@@ -115,7 +115,7 @@ def test_machine_code_keeps_no_module_alive(compilations):
     code = make(module)
     with torch.inference_mode():
         memory, count = tensors(9)
-        assert code.for_case("nine", [memory, count])([memory, count], 0, 9).is_inference()
+        assert code.for_case("nine", [memory, count], (1, 5))([memory, count], 0, 9).is_inference()
     weight = weakref.ref(module.weight)
     del code, module
     gc.collect()
@@ -152,14 +152,14 @@ def test_keys_differ_wherever_machine_code_may():
     hooked = Scale()
     hooked.register_forward_hook(lambda *_: None)
     codes.append(make(hooked))
-    codes.append(AheadOfTime(scaled_sum, Scale(), {"size_asserts": False}, (1, 2)))
-    codes.append(AheadOfTime(scaled_sum, Scale(), {}, (1, 3)))
+    codes.append(AheadOfTime(scaled_sum, Scale(), {"size_asserts": False}))
+    codes.append(AheadOfTime(tensors, Scale(), {}))
     nested = nn.Sequential(Scale())
-    codes.append(AheadOfTime(scaled_sum, nested, {}, (1, 2)))
+    codes.append(AheadOfTime(scaled_sum, nested, {}))
     tied = nn.ModuleList([Scale(), Scale()])
     untied = copy.deepcopy(tied)
     tied[1].weight = tied[0].weight
-    codes += [AheadOfTime(scaled_sum, pair, {}, (1, 2)) for pair in (tied, untied)]
+    codes += [AheadOfTime(scaled_sum, pair, {}) for pair in (tied, untied)]
     keys = [key(code) for code in codes] + [key(codes[0], "other case")]
     assert len(set(keys)) == len(keys)
 
@@ -182,9 +182,11 @@ def test_what_has_not_been_used_for_long_is_removed(empty_disk, monkeypatch, com
         path.touch()
     month_ago = time.time() - KEPT_FOR - 10
     os.utime(old, (month_ago, month_ago))
-    monkeypatch.setattr(AheadOfTime, "_build", lambda self, tensors, package: package.touch())
+    monkeypatch.setattr(
+        AheadOfTime, "_build", lambda self, tensors, example, package: package.touch()
+    )
     monkeypatch.setattr("model.ahead_of_time._load", load_anything)
-    make(Scale()).for_case("case", tensors())
+    make(Scale()).for_case("case", tensors(), (1, 5))
     assert not old.exists()
     assert recent.exists()
 
@@ -198,16 +200,18 @@ def test_a_disk_that_keeps_nothing_does_not_stop_it(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    monkeypatch.setattr(AheadOfTime, "_build", lambda self, tensors, package: package.touch())
+    monkeypatch.setattr(
+        AheadOfTime, "_build", lambda self, tensors, example, package: package.touch()
+    )
     monkeypatch.setattr("model.ahead_of_time._load", load_anything)
-    assert make(Scale()).for_case("case", tensors())
+    assert make(Scale()).for_case("case", tensors(), (1, 5))
 
 
 def test_a_compiler_that_fails_is_told_in_one_line():
     def broken(module: nn.Module, tensors: list[Tensor], begin: int, length: int) -> Tensor:
         raise TypeError("first line\nsecond line")
 
-    code = AheadOfTime(broken, Scale(), {}, (1, 2))
+    code = AheadOfTime(broken, Scale(), {})
     with pytest.raises(RuntimeError) as raised:
-        code.for_case("case", tensors())
+        code.for_case("case", tensors(), (1, 5))
     assert str(raised.value) == "compiling fails here: first line"

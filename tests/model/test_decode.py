@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from model.ahead_of_time import AheadOfTime
 from model.caches import CacheOptions
 from model.config import ModelConfig
-from model.decode import DecodeStep
+from model.decode import DecodeStep, _views
 from model.decode_linear import Int8Linear
 from model.decoder import Decoder
 from model.generate import Generator
@@ -189,6 +191,43 @@ def test_what_the_model_refuses_is_refused_when_called_directly_too():
     with pytest.raises(ValueError, match=r"longer than model\.context_length=16"):
         step(token, cache)
     assert cache.length == 16
+
+
+@torch.inference_mode()
+def test_tokens_of_another_number_of_sequences_are_refused_before_anything_is_changed():
+    step = DecodeStep(build(BASE), compiled=True)
+    cache = FullCache(BASE, batch=2)
+    for shape in ((1, 1), (3, 1), (2, 2)):
+        with pytest.raises(ValueError, match=r"reads one token of each sequence .* \(2, 1\)"):
+            step(torch.ones(shape, dtype=torch.int64), cache)
+    assert cache.length == 0
+
+
+@torch.inference_mode()
+def test_what_to_call_is_looked_up_once_for_a_cache_with_equal_settings(monkeypatch):
+    asked = []
+
+    def for_case(self, case, tensors, example):
+        asked.append(case)
+        return partial(_views, self._module)
+
+    monkeypatch.setattr(AheadOfTime, "for_case", for_case)
+    model = build(BASE)
+    step = DecodeStep(model, compiled=True)
+    token = torch.ones(1, 1, dtype=torch.int64)
+    first, second = FullCache(BASE), FullCache(BASE)
+    for cache, threads, expected in [
+        (first, 1, 1),
+        (first, 1, 1),
+        (first, 2, 2),
+        (second, 2, 3),
+        (first, 2, 4),
+        (first, 1, 5),
+    ]:
+        torch.set_num_threads(threads)
+        step(token, cache)
+        assert len(asked) == expected
+    assert len(set(asked)) == 2  # one for each number of threads
 
 
 @pytest.mark.parametrize("weights", ["full", "int8"])

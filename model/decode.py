@@ -77,8 +77,8 @@ class DecodeStep:
             machine code of an equal step is on disk (`model.ahead_of_time.code_folder`).
         weights: "full", or "int8": linear layers in 8 bits, made once from the weights as they are.
         fixed_shapes: let attention read the whole memory, with the lengths beside it, so that no
-            shape ever changes: what CUDA graphs need. None: compiled on CUDA. A cache that moves
-            through its memory is read by changing views all the same.
+            shape ever changes: what CUDA graphs need. None: compiled, and not on a CPU. A cache
+            that moves through its memory is read by changing views all the same.
         log: told in one line before a long compilation.
 
     Raises ValueError in one line for weights that this device cannot multiply.
@@ -101,20 +101,20 @@ class DecodeStep:
             self.model = with_linear_layers(model, Int8Linear)
         elif compiled and device.type == "cpu":
             self.model = with_linear_layers(model, RowsLinear)
-        on_cuda = device.type == "cuda"
-        self.fixed_shapes = compiled and (on_cuda if fixed_shapes is None else fixed_shapes)
+        on_cpu = device.type == "cpu"
+        self.fixed_shapes = compiled and (not on_cpu if fixed_shapes is None else fixed_shapes)
         self._weight = model.embed.weight
         self._ahead_of_time: AheadOfTime | None = None
         # The latest cache, the settings it was used with, and what to call for it with those: to
         # look at all that a case names takes longer than a layer.
         self._recent: tuple[weakref.ref[Memory], tuple[object, ...], Run] | None = None
         # Nothing is compiled before the first call, but to load PyTorch's compiler is slow.
-        if self.fixed_shapes:
-            mode = "reduce-overhead" if on_cuda else None  # CUDA graphs
+        if compiled and on_cpu and not self.fixed_shapes:
+            self._ahead_of_time = AheadOfTime(_views, self.model, CPU_OPTIONS, log)
+        elif compiled:
+            mode = "reduce-overhead" if device.type == "cuda" else None  # CUDA graphs
             self._whole_compiled = torch.compile(self._whole, mode=mode)
             self._views_compiled = torch.compile(_views)
-        elif compiled:
-            self._ahead_of_time = AheadOfTime(_views, self.model, CPU_OPTIONS, log)
 
     @property
     def compile_seconds(self) -> float:
@@ -134,7 +134,7 @@ class DecodeStep:
     def _compiled_logits(self, tokens: Tensor, cache: Memory) -> Tensor:
         self.model.check_call(tokens, cache=cache)  # machine code checks nothing
         if self.fixed_shapes and isinstance(cache, FullCache):
-            cache.extend(1)
+            cache.reserve(1)
             lengths = torch.full((len(tokens),), cache.end, device=tokens.device, dtype=torch.int32)
             for memory in (*cache.keys, *cache.values):
                 torch._dynamo.mark_static_address(memory)
@@ -154,7 +154,7 @@ class DecodeStep:
 
     def _views_on(self, cache: Memory, tensors: list[Tensor]) -> Run:
         """`_views` of this model, in the form that is the fastest for such tensors."""
-        if self.fixed_shapes:
+        if self._ahead_of_time is None:
             return partial(self._views_compiled, self.model)
         settings = (
             self._weight.dtype,
@@ -162,18 +162,21 @@ class DecodeStep:
             torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         )
         if self._recent is None or self._recent[0]() is not cache or self._recent[1] != settings:
-            self._recent = (weakref.ref(cache), settings, self._run_for(tensors, settings))
+            run = self._machine_code(self._ahead_of_time, tensors, settings)
+            self._recent = (weakref.ref(cache), settings, run)
         return self._recent[2]
 
-    def _run_for(self, tensors: list[Tensor], settings: tuple[object, ...]) -> Run:
+    def _machine_code(
+        self, compiler: AheadOfTime, tensors: list[Tensor], settings: tuple[object, ...]
+    ) -> Run:
         keys, values = tensors[1], tensors[-1]
         # Neither from the first place nor to the last: views of those are special to the compiler.
         config = self.model.config
         example = (1, min(keys.shape[2] - 2, config.context_length, EXAMPLE_LENGTH))
-        if self._ahead_of_time is None or example[1] <= max(config.prefix, 1):
+        if example[1] <= max(config.prefix, 1):
             return partial(_views, self.model)
         case = (keys.dtype, keys.shape, keys.stride(), values.stride(), *settings)
-        return self._ahead_of_time.for_case(case, tensors, example)
+        return compiler.for_case(case, tensors, example)
 
     def _whole(
         self, tokens: Tensor, keys: list[Tensor], values: list[Tensor], lengths: Tensor

@@ -137,7 +137,8 @@ def build_parser() -> Parser:
         "--compile",
         default="auto",
         choices=("auto", "true", "false"),
-        help="compile the step that produces a token: some tens of seconds, once, then faster; "
+        help="compile the step that produces a token: some tens of seconds, once (on a CPU the "
+        "result is kept on disk), then faster; "
         f"auto (default): where at least {COMPILING_PAYS:,} new tokens are asked for",
     )
     add(

@@ -34,6 +34,10 @@ MachineCode = Callable[[list[Tensor]], list[Tensor]]
 KEPT_FOR = 30 * 24 * 3600  # seconds that code stays on disk after it was last used
 
 
+class CompileError(OSError):
+    """This machine cannot compile; what it said is in one line."""
+
+
 class AheadOfTime:
     """`function(module, tensors, begin, length)` as machine code for the CPU.
 
@@ -77,7 +81,7 @@ class AheadOfTime:
         way that others are not, and as large as will be usual, since by them the compiler decides
         what is worth more than one thread. The case determines them.
 
-        Raises RuntimeError in one line where compiling fails.
+        Raises CompileError where compiling fails.
         """
         run = self._ready.get(case)
         if run is None:
@@ -97,29 +101,30 @@ class AheadOfTime:
     def _machine_code(
         self, case: Hashable, tensors: list[Tensor], example: tuple[int, int]
     ) -> MachineCode:
-        path = code_folder() / f"{self._key(case)}.pt2"
-        try:
-            code = _load(path)
-            os.utime(path)
-        except (OSError, RuntimeError):  # there is none, or it is damaged
+        key = self._key(case)
+        code = None if key is None else _find(key)
+        if code is None:
             self._log("compiling for this model and number of texts: once, some tens of seconds")
             started = time.perf_counter()
-            code = self._compile(tensors, example, path)
+            code = self._compile(tensors, example, key)
             self.seconds += time.perf_counter() - started
         return code
 
-    def _compile(self, tensors: list[Tensor], example: tuple[int, int], path: Path) -> MachineCode:
-        with tempfile.TemporaryDirectory() as scratch:
-            package = Path(scratch) / "step.pt2"
-            try:
+    def _compile(
+        self, tensors: list[Tensor], example: tuple[int, int], key: str | None
+    ) -> MachineCode:
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                package = Path(scratch) / "step.pt2"
                 self._build(tensors, example, package)
-            except Exception as error:  # the compiler raises errors of every class
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-                reason = lines[0] if lines else type(error).__name__
-                raise RuntimeError(f"compiling fails here: {reason}") from error
-            with contextlib.suppress(OSError):  # a full disk, or not ours: it is compiled again
-                _keep(package, path)
-            return _load(package)
+                if key is not None:
+                    with contextlib.suppress(OSError):  # full, or not ours: it is compiled again
+                        _keep(package, key)
+                return _load(package)
+        except Exception as error:  # the compiler raises errors of every class
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = lines[0] if lines else type(error).__name__
+            raise CompileError(f"compiling fails here: {reason}") from error
 
     def _build(self, tensors: list[Tensor], example: tuple[int, int], package: Path) -> None:
         from torch._inductor import aoti_compile_and_package
@@ -138,18 +143,24 @@ class AheadOfTime:
                 dynamic_shapes=([None] * len(tensors), sizes, [None] * len(weights)),
             )
             aoti_compile_and_package(
-                program, package_path=str(package), inductor_configs=self._options
+                program, package_path=str(package), inductor_configs=dict(self._options)
             )
 
-    def _key(self, case: Hashable) -> str:
-        """A name for the machine code of a case: the same only if all it depends on is."""
+    def _key(self, case: Hashable) -> str | None:
+        """A name for the machine code of a case: the same only if all it depends on is.
+
+        None where that cannot be told.
+        """
         told = hashlib.sha256()
-        options = sorted(self._options.items())
-        for part in (case, self._function.__qualname__, options, *_description(self._module)):
-            told.update(f"{part}\n".encode())
-        for path in _sources(self._module):
-            told.update(path.read_bytes())
-        return told.hexdigest()
+        own = (case, torch.get_default_dtype(), sorted(self._options.items()))
+        try:
+            for part in (*own, _plain(self._function), *_description(self._module)):
+                told.update(f"{part}\n".encode())
+            for path in _sources(self._module):
+                told.update(path.read_bytes())
+        except (_Unclear, OSError):
+            return None
+        return told.hexdigest()[:32]
 
 
 # The compiler takes the sizes of a tensor as symbols, but numbers as constants, to compile anew
@@ -199,11 +210,18 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
 
 # --- On disk ------------------------------------------------------------------------------------
 
+_loaded: dict[str, MachineCode] = {}  # by key: PyTorch never unloads what it has loaded
+
 
 def code_folder() -> Path:
     """Where machine code for this machine and this PyTorch is kept, in the user's cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root, "glassgpt", "compiled", f"torch-{torch.__version__}-{_processor()}")
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not root.is_absolute():
+        try:
+            root = Path.home() / ".cache"
+        except RuntimeError:  # a user without a home
+            root = Path(tempfile.gettempdir())
+    return root / "glassgpt" / "compiled" / f"torch-{torch.__version__}-{_processor()}"
 
 
 def has_compiled() -> bool:
@@ -221,26 +239,49 @@ def _processor() -> str:
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
 
 
+def _find(key: str) -> MachineCode | None:
+    """The machine code of that name, if it is there and whole."""
+    if key not in _loaded:
+        for path in code_folder().glob(f"{key}-*.pt2"):
+            with contextlib.suppress(OSError, RuntimeError):
+                if path.stem == f"{key}-{_digest(path)}":
+                    _loaded[key] = _load(path)
+                    os.utime(path)
+    return _loaded.get(key)
+
+
+def _keep(package: Path, key: str) -> None:
+    """Put machine code where it is looked for, and remove what has not been used for long."""
+    folder = code_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    # In one step, so that no other program finds half of it.
+    with tempfile.TemporaryDirectory(dir=folder) as beside:
+        copied = shutil.copyfile(package, Path(beside) / package.name)
+        os.replace(copied, folder / f"{key}-{_digest(package)}.pt2")
+    for kept in folder.parent.glob("*/*.pt2"):
+        if time.time() - kept.stat().st_mtime > KEPT_FOR:
+            kept.unlink(missing_ok=True)
+
+
 def _load(path: Path) -> MachineCode:
     # Its public wrapper, torch._inductor.aoti_load_package, imports the whole compiler.
     from torch._C._aoti import AOTIModelPackageLoader
 
-    if not path.is_file():
-        raise FileNotFoundError(path)
     code: MachineCode = AOTIModelPackageLoader(str(path), "model", False, 1, -1).boxed_run
     return code
 
 
-def _keep(package: Path, path: Path) -> None:
-    """Put machine code where it is looked for, and remove what has not been used for long."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In one step, so that no other program finds half of it.
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as copied:
-        shutil.copyfile(package, copied.name)
-    os.replace(copied.name, path)
-    for kept in path.parent.parent.glob("*/*.pt2"):
-        if time.time() - kept.stat().st_mtime > KEPT_FOR:
-            kept.unlink(missing_ok=True)
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+
+
+# --- What machine code depends on -----------------------------------------------------------------
+
+STATE = frozenset(vars(nn.Module()))  # what every module has; of these only hooks matter
+
+
+class _Unclear(Exception):
+    """Something has no description by which it could be known again."""
 
 
 def _description(module: nn.Module) -> Iterable[str]:
@@ -248,19 +289,26 @@ def _description(module: nn.Module) -> Iterable[str]:
     for name, part in module.named_modules():
         yield f"{name} {type(part).__module__}.{type(part).__qualname__}"
         for key, value in sorted(vars(part).items()):
-            if not key.startswith("_") or "hooks" in key:
+            if key not in STATE or key == "training":
                 yield f"{key} {_plain(value)}"
+            elif "hooks" in key and value:
+                raise _Unclear(f"{name} has {key}")
     for name, tensor in _weights(module).items():
         yield f"{name} {tensor.dtype} {tensor.shape} {tensor.stride()}"
 
 
 def _plain(value: object) -> str:
-    """A `repr` that is the same in another process, where there is one."""
+    """A `repr` that is the same in another process and tells any two values apart."""
     if isinstance(value, partial):
         return f"{_plain(value.func)} {value.args!r} {value.keywords!r}"
-    if isinstance(value, FunctionType) and "<" not in value.__qualname__:
+    if isinstance(value, FunctionType):
+        if "<" in value.__qualname__ or value.__closure__:
+            raise _Unclear(f"{value} may be one of several")
         return f"{value.__module__}.{value.__qualname__}"
-    return repr(value)
+    text = repr(value)
+    if isinstance(value, Tensor) or " at 0x" in text:
+        raise _Unclear(text)
+    return text
 
 
 def _sources(module: nn.Module) -> list[Path]:
@@ -268,7 +316,16 @@ def _sources(module: nn.Module) -> list[Path]:
     folders = [Path(__file__).parent, Path(__file__).parents[1] / "kernels"]
     files = {path for folder in folders for path in folder.glob("*.py")}
     for part in module.modules():
-        source = getattr(sys.modules.get(type(part).__module__), "__file__", None)
-        if source is not None and not type(part).__module__.startswith("torch."):
-            files.add(Path(source))
+        values = [getattr(value, "func", value) for value in vars(part).values()]  # of a partial
+        functions = [value for value in values if isinstance(value, FunctionType)]
+        for kind in (*type(part).__mro__, *functions):
+            if kind.__module__.split(".")[0] not in ("torch", "builtins"):
+                files.add(_source(kind.__module__))
     return sorted(files)
+
+
+def _source(module: str) -> Path:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None or module == "__main__":  # typed in somewhere, or easily so
+        raise _Unclear(f"{module} has no file of its own")
+    return Path(file)

@@ -15,6 +15,7 @@ Modules are replaced in a copy of the model that shares its parameters.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -103,6 +104,7 @@ class DecodeStep:
             self.model = with_linear_layers(model, RowsLinear)
         on_cpu = device.type == "cpu"
         self.fixed_shapes = compiled and (not on_cpu if fixed_shapes is None else fixed_shapes)
+        self._original, self._shared = model, list(model.parameters())
         self._weight = model.embed.weight
         self._ahead_of_time: AheadOfTime | None = None
         # The latest cache, the settings it was used with, and what to call for it with those: to
@@ -162,9 +164,19 @@ class DecodeStep:
             torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         )
         if self._recent is None or self._recent[0]() is not cache or self._recent[1] != settings:
+            self._check_parameters()
             run = self._machine_code(self._ahead_of_time, tensors, settings)
             self._recent = (weakref.ref(cache), settings, run)
         return self._recent[2]
+
+    def _check_parameters(self) -> None:
+        """Raise ValueError in one line if the model has come to have other parameters than ours."""
+        now = list(self._original.parameters())
+        if len(now) != len(self._shared) or any(map(operator.is_not, now, self._shared)):
+            raise ValueError(
+                "the model's parameters were replaced after its step had been compiled "
+                "(load_state_dict(assign=True) does that): make a new Generator"
+            )
 
     def _machine_code(
         self, compiler: AheadOfTime, tensors: list[Tensor], settings: tuple[object, ...]
@@ -175,7 +187,8 @@ class DecodeStep:
         example = (1, min(keys.shape[2] - 2, config.context_length, EXAMPLE_LENGTH))
         if example[1] <= max(config.prefix, 1):
             return partial(_views, self.model)
-        case = (keys.dtype, keys.shape, keys.stride(), values.stride(), *settings)
+        layout = tuple((tensor.dtype, tensor.shape, tensor.stride()) for tensor in self._shared)
+        case = (keys.dtype, keys.shape, keys.stride(), values.stride(), layout, *settings)
         return compiler.for_case(case, tensors, example)
 
     def _whole(

@@ -36,13 +36,15 @@ INT8_LARGEST = 127
 def with_linear_layers(model: Decoder, make: Callable[[nn.Linear], nn.Module]) -> Decoder:
     """Copy a model, sharing its parameters, with every linear layer replaced by `make(layer)`.
 
-    The copy is in evaluation mode, whatever becomes of the model.
+    The copy is in evaluation mode, whatever becomes of the model. Layers of a class derived from
+    nn.Linear, or with hooks, compute something else and stay as they are.
     """
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     twin = copy.deepcopy(model, memo=shared)
     for module in list(twin.modules()):
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
+            has_hooks = child._forward_hooks or child._forward_pre_hooks
+            if type(child) is nn.Linear and not has_hooks:
                 setattr(module, name, make(child))
     return twin.eval()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,7 +112,8 @@ def compiles(args: argparse.Namespace, device: torch.device) -> bool:
     can = takes_steps and args.cache == "full" and not args.no_cache
     if args.compile == "auto" and (not can or args.max_new_tokens < COMPILING_PAYS):
         return False
-    if device.type == "cpu" and has_compiled():
+    # To ask the compiler takes seconds: it has worked here before, and is still there.
+    if device.type == "cpu" and has_compiled() and shutil.which(os.environ.get("CXX", "g++")):
         return True
     problem = probe_compiler(device)
     if problem is None:

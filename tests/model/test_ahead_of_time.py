@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from functools import partial
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.ahead_of_time import KEPT_FOR, AheadOfTime, code_folder
+from model.ahead_of_time import KEPT_FOR, AheadOfTime, CompileError, _loaded, code_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # on loading the compiler
 
@@ -48,7 +49,7 @@ def tensors(size: int = 40, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(size).to(dtype), torch.zeros(1)]
 
 
-def key(code: AheadOfTime, case: object = "case") -> str:
+def key(code: AheadOfTime, case: object = "case") -> str | None:
     return code._key(case)
 
 
@@ -93,20 +94,26 @@ def test_one_compilation_serves_all_numbers_memories_and_changed_weights(empty_d
 
     assert code.seconds > 0
 
-    # Another program, or the same with another object, finds it, whatever its weights are.
-    other = make(Scale(value=5.0))
-    result = other.for_case("case", [memory, count], (1, 5))([memory, count], 0, 4)
-    torch.testing.assert_close(result, 5 * memory[:4].sum()[None])
-    assert len(compilations) == 1
-    assert other.seconds == 0
+    # The next object finds it, in this process or, as if it were another, on disk.
+    for forget in (False, True):
+        if forget:
+            _loaded.clear()
+        other = make(Scale(value=5.0))
+        result = other.for_case("case", [memory, count], (1, 5))([memory, count], 0, 4)
+        torch.testing.assert_close(result, 5 * memory[:4].sum()[None])
+        assert len(compilations) == 1
+        assert other.seconds == 0
 
-    # A damaged file is no file.
+    # A damaged file is no file, even where the damage lies within its code.
+    _loaded.clear()
     (path,) = empty_disk.iterdir()
-    path.write_bytes(path.read_bytes()[:5000])
+    content = path.read_bytes()
+    path.write_bytes(content[:300_000] + bytes(200_000) + content[500_000:])
     other = make(Scale(value=7.0))
     result = other.for_case("case", [memory, count], (1, 5))([memory, count], 0, 4)
     torch.testing.assert_close(result, 7 * memory[:4].sum()[None])
     assert len(compilations) == 2
+    assert len(list(empty_disk.iterdir())) <= 2
 
 
 def test_machine_code_keeps_no_module_alive(compilations):
@@ -149,9 +156,9 @@ def test_keys_differ_wherever_machine_code_may():
     strided = Scale()
     strided.weight.data = torch.ones(1, 2)[:, 0]
     codes.append(make(strided))
-    hooked = Scale()
-    hooked.register_forward_hook(lambda *_: None)
-    codes.append(make(hooked))
+    private = Scale()
+    private._factor = 3.0
+    codes.append(make(private))
     codes.append(AheadOfTime(scaled_sum, Scale(), {"size_asserts": False}))
     codes.append(AheadOfTime(tensors, Scale(), {}))
     nested = nn.Sequential(Scale())
@@ -161,7 +168,31 @@ def test_keys_differ_wherever_machine_code_may():
     tied[1].weight = tied[0].weight
     codes += [AheadOfTime(scaled_sum, pair, {}) for pair in (tied, untied)]
     keys = [key(code) for code in codes] + [key(codes[0], "other case")]
+    assert None not in keys
     assert len(set(keys)) == len(keys)
+
+
+def test_what_cannot_be_told_apart_has_no_key():
+    """Two of a kind would find each other's machine code on disk."""
+    hooked, closed, odd, held = (Scale() for _ in range(4))
+    hooked.register_forward_hook(lambda *_: None)
+    factor = 3
+    closed.activation = lambda x: x * factor
+    odd.note = object()
+    held.table = torch.ones(2)
+    typed = type("Typed", (Scale,), {"__module__": "__main__"})()
+    for module in (hooked, closed, odd, held, typed):
+        assert key(make(module)) is None
+
+
+def test_compiling_leaves_the_key_as_it_was(empty_disk, monkeypatch):
+    """PyTorch writes into the options that it is given."""
+    options = {"size_asserts": False}
+    before = AheadOfTime(scaled_sum, Scale(), options)
+    name = key(before)
+    before.for_case("case", tensors(), (1, 5))
+    assert key(before) == key(AheadOfTime(scaled_sum, Scale(), options)) == name
+    assert [path.name.split("-")[0] for path in empty_disk.iterdir()] == [name]
 
 
 def test_a_key_depends_on_the_source_files(monkeypatch):
@@ -186,6 +217,7 @@ def test_what_has_not_been_used_for_long_is_removed(empty_disk, monkeypatch, com
         AheadOfTime, "_build", lambda self, tensors, example, package: package.touch()
     )
     monkeypatch.setattr("model.ahead_of_time._load", load_anything)
+    monkeypatch.setattr("model.ahead_of_time._loaded", {})
     make(Scale()).for_case("case", tensors(), (1, 5))
     assert not old.exists()
     assert recent.exists()
@@ -204,7 +236,15 @@ def test_a_disk_that_keeps_nothing_does_not_stop_it(tmp_path, monkeypatch):
         AheadOfTime, "_build", lambda self, tensors, example, package: package.touch()
     )
     monkeypatch.setattr("model.ahead_of_time._load", load_anything)
+    monkeypatch.setattr("model.ahead_of_time._loaded", {})
     assert make(Scale()).for_case("case", tensors(), (1, 5))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
+    monkeypatch.setattr(Path, "home", no_home)
+    assert code_folder().is_relative_to(tempfile.gettempdir())
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_a_compiler_that_fails_is_told_in_one_line():
@@ -212,6 +252,6 @@ def test_a_compiler_that_fails_is_told_in_one_line():
         raise TypeError("first line\nsecond line")
 
     code = AheadOfTime(broken, Scale(), {})
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(CompileError) as raised:
         code.for_case("case", tensors(), (1, 5))
     assert str(raised.value) == "compiling fails here: first line"

@@ -13,7 +13,7 @@ from model.ahead_of_time import AheadOfTime
 from model.caches import CacheOptions
 from model.config import ModelConfig
 from model.decode import DecodeStep, _views
-from model.decode_linear import Int8Linear
+from model.decode_linear import Int8Linear, RowsLinear, with_linear_layers
 from model.decoder import Decoder
 from model.generate import Generator
 from model.kv_cache import FullCache
@@ -204,6 +204,15 @@ def test_tokens_of_another_number_of_sequences_are_refused_before_anything_is_ch
 
 
 @torch.inference_mode()
+def test_replaced_parameters_are_refused_instead_of_read_no_more():
+    model = build(BASE)
+    step = DecodeStep(model, compiled=True)
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(ValueError, match=r"parameters were replaced .*: make a new Generator"):
+        step(torch.ones(1, 1, dtype=torch.int64), FullCache(BASE))
+
+
+@torch.inference_mode()
 def test_what_to_call_is_looked_up_once_for_a_cache_with_equal_settings(monkeypatch):
     asked = []
 
@@ -270,6 +279,27 @@ def test_a_context_of_two_tokens_streams_compiled():
 def test_compiling_needs_the_cache():
     with pytest.raises(ValueError, match="use_cache=False"):
         Generator(build(BASE), use_cache=False, compiled=True)
+
+
+class Adapted(torch.nn.Linear):
+    """A linear layer with something added."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+@pytest.mark.parametrize("make", [Int8Linear, RowsLinear])
+def test_layers_that_compute_something_else_are_not_replaced(make):
+    model = build(BASE)
+    mlp = model.blocks[0].mlp
+    hooked = torch.nn.Linear(32, 32)
+    hooked.register_forward_hook(lambda module, inputs, output: output + 1)
+    mlp.hooked, mlp.adapted, mlp.plain = hooked, Adapted(32, 32), torch.nn.Linear(32, 32)
+    twin = with_linear_layers(model, make).blocks[0].mlp
+    x = torch.randn(3, 32)
+    assert torch.equal(twin.hooked(x), hooked(x))
+    assert torch.equal(twin.adapted(x), mlp.adapted(x))
+    assert isinstance(twin.plain, make)
 
 
 # --- 8 bits ---------------------------------------------------------------------------------------

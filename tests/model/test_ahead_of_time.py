@@ -206,7 +206,7 @@ def test_a_key_depends_on_the_source_files(monkeypatch):
     assert key(make(Scale())) != before
 
 
-def test_what_has_not_been_used_for_long_is_removed(empty_disk, monkeypatch, compilations):
+def test_what_has_not_been_used_for_long_is_removed(empty_disk, monkeypatch):
     old, recent = empty_disk.parent / "torch-1" / "old.pt2", empty_disk / "recent.pt2"
     for path in (old, recent):
         path.parent.mkdir(parents=True, exist_ok=True)

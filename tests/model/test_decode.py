@@ -204,6 +204,18 @@ def test_tokens_of_another_number_of_sequences_are_refused_before_anything_is_ch
 
 
 @torch.inference_mode()
+def test_who_stops_the_compiler_finds_the_cache_as_it_was(monkeypatch):
+    def interrupted(self, case, tensors, example):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AheadOfTime, "for_case", interrupted)
+    step, cache = DecodeStep(build(BASE), compiled=True), FullCache(BASE)
+    with pytest.raises(KeyboardInterrupt):
+        step(torch.ones(1, 1, dtype=torch.int64), cache)
+    assert cache.length == 0
+
+
+@torch.inference_mode()
 def test_replaced_parameters_are_refused_instead_of_read_no_more():
     model = build(BASE)
     step = DecodeStep(model, compiled=True)
